@@ -1,0 +1,1 @@
+"""Generation-aware understanding (GToken and injection) on the same runtime."""

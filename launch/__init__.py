@@ -1,0 +1,1 @@
+"""Runtime under both pipelines: configuration, runs, checkpoints, Ray, DeepSpeed. Knows neither pipeline."""

@@ -1,0 +1,181 @@
+"""Settings of the ReaLVR jobs. Every default is the paper's where the paper has a value."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from launch.config import JobSettings, LearnerSettings, OptimizerSettings, Settings
+
+
+class LoraSettings(Settings):
+    r: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+    alpha: int = Field(default=16, ge=1)
+    """Scale: the update is alpha/r · B·A."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Modules of the language model that get adapters. Dropout is 0: the train and eval forwards are one."""
+
+
+class ModelSettings(Settings):
+    path: str
+    """Checkpoint: a local folder or a hub id. Its config.json selects the family."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in learner and rollout."""
+    lora: LoraSettings | None = None
+    """Train adapters instead of all weights; None trains language model, embeddings and head."""
+    gradient_checkpointing: bool = True
+    """Recompute the prefix in the backward pass; latents and gradients are the same with it off."""
+    min_visual_tokens: int = Field(default=4, ge=1)
+    """Fewest visual tokens an image is resized to."""
+    max_visual_tokens: int = Field(default=2560, ge=1)
+    """Most visual tokens an image is resized to."""
+
+
+class LatentSettings(Settings):
+    k: int = Field(default=8, ge=1)
+    """Latents in a span."""
+    open: Literal["free", "forced"] = "free"
+    """`forced` makes `<|lvr_start|>` the first token; `free` samples it. Only the first start opens a span."""
+    close: Literal["free", "forced"] = "free"
+    """`forced` puts `<|lvr_end|>` after the K-th latent; `free` samples it. Only a closed span is valid."""
+
+
+class SourceSettings(Settings):
+    kind: Literal["shapes", "digits", "visual_cot", "jsonl"]
+    """Reader: generated scenes, handwritten digits in scenes, Visual-CoT files, plain JSON lines."""
+    path: str | None = None
+    """File of the reader (visual_cot, jsonl)."""
+    image_root: str | None = None
+    """Folder that image paths are relative to; None means the file's own folder."""
+    box_space: Literal["normalised", "pixel", "thousand", "square"] | None = None
+    """Space of the boxes in a jsonl file; it must be declared where there are boxes."""
+    size: int = Field(default=4096, ge=1)
+    """Number of examples of a generated set."""
+    seed: int = 0
+    """Seed of a generated set: sets with different seeds share no scene."""
+    options: dict[str, Any] = {}
+    """Further options of the reader."""
+
+
+class DataSettings(Settings):
+    train: SourceSettings
+    """Training set."""
+    validation: SourceSettings | None = None
+    """Validation set; None validates nothing."""
+    validation_size: int = Field(default=128, ge=1)
+    """How many validation examples are used."""
+    max_prompt_tokens: int = Field(default=4096, ge=16)
+    """Longer prompts are left out and counted; prompts are never cut."""
+    max_bad_records: int = Field(default=0, ge=0)
+    """Unreadable records tolerated (each is named in the log) before the run stops."""
+
+
+class RolloutSettings(Settings):
+    engine: Literal["vllm", "hf"] = "vllm"
+    """`vllm` is the real engine; `hf` is the short reference loop."""
+    workers: int = Field(default=1, ge=1)
+    """Engines in the fleet."""
+    cpus: float = Field(default=1, ge=0)
+    """CPUs Ray reserves for a worker."""
+    gpus: float = Field(default=1, ge=0)
+    """GPUs Ray reserves for a worker."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share one engine."""
+    group_size: int = Field(default=8, ge=2)
+    """Completions a prompt, G. One completion has no group to be compared with."""
+    prompts_per_step: int = Field(default=512, ge=1)
+    """Prompts an optimizer step (paper: 512 up to 30B, 1,600 at 235B)."""
+    temperature: float = Field(default=0.6, gt=0)
+    """Sampling temperature; the learner divides its logits by it too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; below 1 it biases the ratio, which then wants `grpo.old: rollout`."""
+    max_new_tokens: int = Field(default=192, ge=1)
+    """Longest completion, latents counted."""
+    overlap: int = Field(default=0, ge=0, le=1)
+    """Batches generated ahead of the learner: 1 samples with weights one step old."""
+    engine_args: dict[str, Any] = {}
+    """Extra vLLM engine arguments (for example gpu_memory_utilization, max_model_len)."""
+
+
+class RewardSettings(Settings):
+    function: str
+    """Dotted path of a function in TRL's signature: f(completions, **columns) -> list of floats."""
+    weight: float = 1.0
+    """Weight in the sum."""
+
+
+class GrpoSettings(Settings):
+    normalisation: Literal["grpo", "bnpo", "dr_grpo"] = "grpo"
+    """`grpo`: mean over a completion's tokens, then over completions; `bnpo`: over all tokens; `dr_grpo`: by max_new_tokens."""
+    clip: float = Field(default=0.2, gt=0)
+    """PPO clip on both sides."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the starting policy (k3 estimator); 0 keeps no reference."""
+    old: Literal["own", "rollout"] = "own"
+    """Old log-probabilities: the learner's own, detached, or the rollout's with truncated importance correction."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """Cap of the truncated importance weight exp(own − rollout) with `old: rollout`."""
+    std_eps: float = 1e-4
+    """Added to the group's standard deviation (ddof=1)."""
+
+
+class EvidenceSettings(Settings):
+    weight: float = Field(default=0.2, ge=0)
+    """λ: weight of the evidence loss; 0 trains by GRPO alone."""
+    margin: float = 0.5
+    """m: the hinge wants cos(z,p⁺) − max cos(z,p⁻) ≥ m."""
+    floor: float = Field(default=0.3, ge=0, le=1)
+    """η: share of the weight spread evenly over latents; 1 is uniform routing, 0 is pure contrast."""
+    routing: Literal["contrast", "raw", "uniform", "causal"] = "contrast"
+    """Which latents get the weight: readout right minus mean wrong; readout of the right answer; none; log-probability drop when the latent is replaced."""
+    negatives: int = Field(default=16, ge=0)
+    """N⁻: distinct prototypes of other images; 0 uses cos⁺ alone (ablation)."""
+    prototype: Literal["shared", "per_slot"] = "shared"
+    """One p⁺ for all latents, or one per latent in the order of the ROI's tokens."""
+    trajectory: Literal["on_policy", "saved"] = "on_policy"
+    """Regenerate latents with gradient through the recursion, or take the replay's states one position earlier."""
+    detach_weights: bool = True
+    """Stop the gradient at the routing weights; false needs a differentiable readout."""
+    mass_matched: bool = False
+    """Scale the weights of an example to sum to 1."""
+    normalise_gamma: bool = False
+    """Scale γ of an example to sum to 1 before mixing with the floor."""
+    bank: int = Field(default=1024, ge=0)
+    """Prototypes of earlier steps that top up the global batch."""
+    text_only: Literal["train", "skip"] = "train"
+    """Rows without an image: train by GRPO with evidence weight 0, or leave them out (counted)."""
+
+
+class ValidationSettings(Settings):
+    every: int = Field(default=25, ge=0)
+    """Validate every N steps and at the end; 0 never."""
+    metric: str = "validation/accuracy"
+    """The metric (higher is better) whose best checkpoint is kept."""
+
+
+class RLSettings(JobSettings):
+    """`realvr rl`: GRPO on text, evidence on latents (stage 2)."""
+
+    job: Literal["realvr.rl"] = "realvr.rl"
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    model: ModelSettings
+    latent: LatentSettings = LatentSettings()
+    data: DataSettings
+    rollout: RolloutSettings = RolloutSettings()
+    rewards: tuple[RewardSettings, ...] = (
+        RewardSettings(function="realvr.rewards.rewards.accuracy"),
+        RewardSettings(function="realvr.rewards.rewards.format"),
+    )
+    """Reward functions and their weights."""
+    grpo: GrpoSettings = GrpoSettings()
+    evidence: EvidenceSettings = EvidenceSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    learner: LearnerSettings = LearnerSettings()
+    groups_per_micro_batch: int = Field(default=1, ge=1)
+    """Groups in one forward of a rank, B."""
+    validation: ValidationSettings = ValidationSettings()
+    debug: Literal["none", "rollout-only", "replay"] = "none"
+    """`rollout-only` writes rollouts and trains nothing; `replay` trains on the rollouts that a former run wrote."""
+    replay_from: str | None = None
+    """Run folder whose `rollouts/` the `replay` mode reads."""

@@ -1,0 +1,105 @@
+"""What one model family is: everything that differs between families stands in its file here, and nowhere else."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from launch.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+START, LATENT, END = "<|lvr_start|>", "<|lvr|>", "<|lvr_end|>"
+SYSTEM = "You are a helpful assistant."
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids the latent grammar needs. `banned` may never be sampled (image and video placeholders, vision start)."""
+
+    start: int
+    latent: int
+    end: int
+    image: int
+    pad: int
+    eos: tuple[int, ...]
+    banned: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class VisualFeatures:
+    """Merger outputs as inserted into the text sequence: embeds [N, d]; deepstack: one [N, d] per injected layer."""
+
+    embeds: "torch.Tensor"
+    deepstack: tuple["torch.Tensor", ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The pieces a learner trains (language_model, lm_head) and the frozen tower (vision encoder and merger)."""
+
+    language_model: "nn.Module"
+    lm_head: "nn.Module"
+    tower: "nn.Module"
+
+
+class Family(ABC):
+    name: ClassVar[str]
+    architectures: ClassVar[tuple[str, ...]]  # as in config.json
+    vllm_model: ClassVar[str]  # "module:Class" of vLLM's implementation
+    moe_leaves: ClassVar[tuple[str, ...]] = ()  # classes ZeRO-3 must fetch whole
+    vision_tokens: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+    def token_ids(self, tokenizer: Any, model_path: str) -> TokenIds:
+        """Look up every special id; a missing one stops the run (a default would silently train on nothing)."""
+        vocabulary = tokenizer.get_vocab()
+        missing = [t for t in (START, LATENT, END, *self.vision_tokens) if t not in vocabulary]
+        if missing:
+            raise UserError(
+                f"{model_path}: the tokenizer lacks {', '.join(missing)}; a latent model needs each as one token: "
+                f"add them with `realvr add-tokens` or start from a checkpoint that has them"
+            )
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{model_path}: the tokenizer has no eos_token; set it in tokenizer_config.json")
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        ids = {t: vocabulary[t] for t in (START, LATENT, END, *self.vision_tokens)}
+        return TokenIds(
+            start=ids[START],
+            latent=ids[LATENT],
+            end=ids[END],
+            image=ids[self.vision_tokens[0]],
+            pad=pad,
+            eos=(tokenizer.eos_token_id,),
+            banned=tuple(ids[t] for t in self.vision_tokens),
+        )
+
+    @abstractmethod
+    def parts(self, model: "nn.Module") -> ModelParts:
+        """Take a transformers model apart. `names` of parameters: see `checkpoint_prefixes`."""
+
+    @abstractmethod
+    def checkpoint_prefixes(self) -> dict[str, str]:
+        """Prefix of each part's parameters in a saved checkpoint, by field of ModelParts."""
+
+    @abstractmethod
+    def visual_features(self, tower: "nn.Module", pixels: "torch.Tensor", grid_thw: "torch.Tensor") -> VisualFeatures:
+        """pixels [patches, c], grid_thw [images, 3] (t, h, w in patches) → features of all images, concatenated."""
+
+    @abstractmethod
+    def positions(
+        self, config: Any, input_ids: "torch.Tensor", grid_thw: "torch.Tensor"
+    ) -> tuple["torch.Tensor", int]:
+        """M-RoPE positions [3, P] of one unpadded prompt [P], and the position of the token after it."""
+
+    @abstractmethod
+    def language_inputs(self, features: VisualFeatures, visual_mask: "torch.Tensor") -> dict[str, Any]:
+        """Extra keyword arguments of the language model's forward (deepstack): visual_mask [B, T] marks image tokens."""
+
+    @abstractmethod
+    def merged_grid(self, config: Any, grid_thw: tuple[int, int, int]) -> tuple[int, int, int]:
+        """(patch rows h, patch columns w, merge m) of one image; its tokens form an (h/m) × (w/m) row-major grid."""
+
+    @abstractmethod
+    def tiny(self, folder: str, size: str, seed: int) -> None:
+        """Write a tiny random checkpoint (model, tokenizer with latent tokens, processor, chat template) to `folder`."""
