@@ -179,3 +179,53 @@ class RLSettings(JobSettings):
     """`rollout-only` writes rollouts and trains nothing; `replay` trains on the rollouts that a former run wrote."""
     replay_from: str | None = None
     """Run folder whose `rollouts/` the `replay` mode reads."""
+
+
+class InterventionSettings(Settings):
+    enabled: bool = True
+    """Replace and transplant latents on the plain transformers model; needs the checkpoint in memory once more."""
+    n: int = Field(default=200, ge=1)
+    """Examples (with a closed span) whose latents are replaced."""
+    top: tuple[int, ...] = (1, 2, 4, 8)
+    """How many latents are replaced; numbers above K are left out."""
+    orders: tuple[Literal["contrast", "raw", "random"], ...] = ("contrast", "raw", "random")
+    """Which latents go first: by right minus mean wrong readout, by readout of the right answer, at random."""
+    replacements: tuple[Literal["donor", "mean", "zero"], ...] = ("donor", "mean", "zero")
+    """What takes their place: another example's latents, the mean over examples, zeros."""
+    wrong_answers: int = Field(default=3, ge=1)
+    """Most probable wrong answers a readout is contrasted with."""
+    batch: int = Field(default=64, ge=1)
+    """Examples in one forward."""
+    pictures: int = Field(default=48, ge=0)
+    """Edit pairs kept with images and readout for the report."""
+
+
+class EvaluateSettings(JobSettings):
+    """`realvr evaluate`: what a checkpoint answers, and whether its latents are used and carry evidence."""
+
+    job: Literal["realvr.evaluate"] = "realvr.evaluate"
+    name: str = "evaluate"
+    """Run name: the folder below `runs_dir`; evaluation.json and items.jsonl are written there."""
+    label: str = ""
+    """Name of the checkpoint in tables; empty means the run name."""
+    model: ModelSettings
+    latent: LatentSettings = LatentSettings()
+    data: SourceSettings
+    """Validation set: accuracy, closed spans, replacement of latents."""
+    n: int = Field(default=200, ge=1)
+    """Examples taken from `data`."""
+    twins: SourceSettings | None = None
+    """Source of counterfactual pairs (shapes, digits); None measures no flips and no latent distances."""
+    twins_per_edit: int = Field(default=50, ge=1)
+    """Pairs of each edit."""
+    engine: Literal["vllm", "hf"] = "vllm"
+    """Engine that decodes the answers."""
+    engine_args: dict[str, Any] = {}
+    """Extra vLLM engine arguments."""
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Longest completion, latents counted; decoding is greedy and stops after `</answer>`."""
+    repetition_penalty: float | None = None
+    """None takes the checkpoint's generation_config.json (1 where it has none)."""
+    interventions: InterventionSettings = InterventionSettings()
+    bootstrap: int = Field(default=10_000, ge=100)
+    """Resamples behind a bootstrap interval."""
