@@ -1,7 +1,9 @@
 """What one model family is: everything that differs between families stands in its file here, and nowhere else."""
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from launch.errors import UserError
@@ -44,6 +46,15 @@ class ModelParts:
     tower: "nn.Module"
 
 
+def generation_eos(model_path: str) -> tuple[int, ...]:
+    """Further ids that end a completion, from the folder's generation_config.json (vLLM stops at them too)."""
+    file = Path(model_path) / "generation_config.json"
+    if not file.is_file():
+        return ()
+    eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 class Family(ABC):
     name: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]  # as in config.json
@@ -62,6 +73,7 @@ class Family(ABC):
             )
         if tokenizer.eos_token_id is None:
             raise UserError(f"{model_path}: the tokenizer has no eos_token; set it in tokenizer_config.json")
+        eos = dict.fromkeys([tokenizer.eos_token_id, *generation_eos(model_path)])
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         ids = {t: vocabulary[t] for t in (START, LATENT, END, *self.vision_tokens)}
         return TokenIds(
@@ -70,9 +82,14 @@ class Family(ABC):
             end=ids[END],
             image=ids[self.vision_tokens[0]],
             pad=pad,
-            eos=(tokenizer.eos_token_id,),
+            eos=tuple(eos),
             banned=tuple(ids[t] for t in self.vision_tokens),
         )
+
+    def reserved_tokens(self, tokenizer: Any) -> tuple[str, ...]:
+        """Strings that become control tokens wherever they are typed: data must not contain them."""
+        special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        return tuple(dict.fromkeys([*special, START, LATENT, END, *self.vision_tokens]))
 
     @abstractmethod
     def parts(self, model: "nn.Module") -> ModelParts:
@@ -87,9 +104,7 @@ class Family(ABC):
         """pixels [patches, c], grid_thw [images, 3] (t, h, w in patches) → features of all images, concatenated."""
 
     @abstractmethod
-    def positions(
-        self, config: Any, input_ids: "torch.Tensor", grid_thw: "torch.Tensor"
-    ) -> tuple["torch.Tensor", int]:
+    def positions(self, config: Any, input_ids: "torch.Tensor", grid_thw: "torch.Tensor") -> tuple["torch.Tensor", int]:
         """M-RoPE positions [3, P] of one unpadded prompt [P], and the position of the token after it."""
 
     @abstractmethod
