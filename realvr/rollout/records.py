@@ -1,9 +1,9 @@
 """What the fleet gives: completions with their latents, by group; and the interface that both engines have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -43,10 +43,25 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """One example and its G rollouts: the unit of scoring, packing and data parallelism."""
+    """One example and its G rollouts: the unit of scoring, packing and data parallelism.
+
+    On the driver the rollouts carry no latents (arrays [0, d]): `latents_ref` is the Ray object with them, one [n, d]
+    array a rollout, which only the learner rank that trains on the group fetches.
+    """
 
     example: Example
     rollouts: tuple[Rollout, ...]
+    latents_ref: Any = None
+
+    def without_latents(self, latents_ref: Any) -> "Group":
+        """The light form that the driver holds."""
+        empty = [replace(r, latents=r.latents[:0]) for r in self.rollouts]
+        return replace(self, rollouts=tuple(empty), latents_ref=latents_ref)
+
+    def with_latents(self, latents: Sequence[np.ndarray]) -> "Group":
+        """The full form; `latents`: one [n, d] array a rollout."""
+        full = [replace(r, latents=z) for r, z in zip(self.rollouts, latents, strict=True)]
+        return replace(self, rollouts=tuple(full), latents_ref=None)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,60 @@
+"""The jobs this pipeline offers to `launch`: settings, run function, footprint. Importing it loads no torch."""
+
+from typing import Any
+
+from launch.jobs import Job
+from realvr.config import BaseSettings, EvaluateSettings, RLSettings, SftSettings
+
+
+def _run_base(settings: BaseSettings, run: Any) -> None:
+    from realvr.train.base import run_base
+
+    run_base(settings, run)
+
+
+def _run_sft(settings: SftSettings, run: Any) -> None:
+    from realvr.train.sft import run_sft
+
+    run_sft(settings, run)
+
+
+def _run_rl(settings: RLSettings, run: Any) -> None:
+    from realvr.train.rl import run_rl
+
+    run_rl(settings, run)
+
+
+def _run_evaluate(settings: EvaluateSettings, run: Any) -> None:
+    from realvr.evaluate.evaluate import run_evaluate
+
+    run_evaluate(settings, run)
+
+
+def _one_process(settings: Any) -> dict[str, float]:
+    return {"learner_ranks": 0, "rollout_workers": 0, "cpus": 1, "gpus": 0}
+
+
+def _learners_only(settings: SftSettings) -> dict[str, float]:
+    ranks = settings.learner.ranks
+    return {
+        "learner_ranks": ranks,
+        "rollout_workers": 0,
+        "cpus": ranks * settings.learner.cpus,
+        "gpus": ranks * settings.learner.gpus,
+    }
+
+
+def _learners_and_fleet(settings: RLSettings) -> dict[str, float]:
+    ranks, workers = settings.learner.ranks, settings.rollout.workers
+    return {
+        "learner_ranks": ranks,
+        "rollout_workers": workers,
+        "cpus": ranks * settings.learner.cpus + workers * settings.rollout.cpus,
+        "gpus": ranks * settings.learner.gpus + workers * settings.rollout.gpus * settings.rollout.tensor_parallel,
+    }
+
+
+base = Job("realvr.base", BaseSettings, _run_base, _one_process)
+sft = Job("realvr.sft", SftSettings, _run_sft, _learners_only)
+rl = Job("realvr.rl", RLSettings, _run_rl, _learners_and_fleet)
+evaluate = Job("realvr.evaluate", EvaluateSettings, _run_evaluate, _one_process)
