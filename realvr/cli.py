@@ -1,4 +1,4 @@
-"""The `realvr` command. Heavy libraries are imported by the command that needs them, so that `--help` answers at once."""
+"""The `realvr` command. A command imports heavy libraries when it runs, so that `--help` answers at once."""
 
 from pathlib import Path
 from typing import Annotated
@@ -76,14 +76,16 @@ def init_tiny(
         from realvr.families import get_family
 
         get_family(family).tiny(str(folder), size, seed)
-        typer.echo(f"{folder}: a random {family} checkpoint. Next: realvr base configs/demo/base.yaml model.path={folder}")
+        typer.echo(
+            f"{folder}: a random {family} model; next: realvr base configs/demo/base.yaml model.path={folder}"
+        )
 
     run_command(command)
 
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="Run folder (its best or latest checkpoint) or one checkpoint folder.")],
+    source: Annotated[Path, typer.Argument(help="Run folder (best or latest checkpoint) or a checkpoint folder.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
 ) -> None:
     """Write a checkpoint of a run as a plain transformers model (LoRA merged) with a model card."""

@@ -1,5 +1,6 @@
 """The fleet: rollout engines in Ray actors that sample groups and are given new weights between steps."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def seed_of(seed: int, step: int, position: int) -> int:
 def split(items: Sequence[Any], parts: int) -> list[list[Any]]:
     """Contiguous parts whose sizes differ by at most one."""
     bounds = [len(items) * i // parts for i in range(parts + 1)]
-    return [list(items[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(items[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 class Fleet:
@@ -82,7 +83,7 @@ class Fleet:
         )
 
     def stream(self, sampler: Sampler, start: int, stop: int, ahead: int) -> Iterator[tuple[int, list[Group]]]:
-        """Groups of steps start … stop − 1, in order; with ahead = 1 the next batch is sampled with weights one step old."""
+        """Groups of steps start … stop − 1, in order; ahead = 1 samples the next batch with weights one step old."""
         flying: list[Any] = []
         for step in range(start, stop):
             while len(flying) <= ahead and step + len(flying) < stop:
