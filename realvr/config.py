@@ -229,3 +229,80 @@ class EvaluateSettings(JobSettings):
     interventions: InterventionSettings = InterventionSettings()
     bootstrap: int = Field(default=10_000, ge=100)
     """Resamples behind a bootstrap interval."""
+
+
+class ProbeSettings(Settings):
+    steps: int = Field(default=150, ge=0)
+    """Steps of the tower's own training; afterwards it is frozen. 0 leaves it random."""
+    lr: float = Field(default=2e-3, gt=0)
+    """Peak learning rate."""
+    images_per_step: int = Field(default=32, ge=1)
+    """Images a step."""
+
+
+class BaseSettings(JobSettings):
+    """`realvr base`: train a tiny model from scratch; it stands in for a pretrained model in demos and tests."""
+
+    job: Literal["realvr.base"] = "realvr.base"
+    model: ModelSettings
+    data: DataSettings
+    """A generated set (shapes, digits); several questions a scene share the image's forward."""
+    probe: ProbeSettings = ProbeSettings()
+    steps: int = Field(default=1400, ge=1)
+    """Optimizer steps of an attempt at most."""
+    images_per_step: int = Field(default=16, ge=1)
+    """Images a step, each with `questions_per_scene` questions."""
+    optimizer: OptimizerSettings = OptimizerSettings(lr=2e-3, weight_decay=0.01, warmup=50, final_fraction=0.05)
+    stop_accuracy: float = Field(default=0.955, ge=0, le=1)
+    """An attempt ends early when training accuracy over 100 steps reaches this."""
+    target_accuracy: float = Field(default=0.84, ge=0, le=1)
+    """Validation accuracy below which another seed is tried."""
+    attempts: int = Field(default=3, ge=1)
+    """How many seeds are tried before the run fails."""
+
+
+class SftModelSettings(ModelSettings):
+    min_visual_tokens: int = Field(default=128, ge=1)
+    """Fewest visual tokens an image is resized to (paper, stage 1)."""
+    max_visual_tokens: int = Field(default=5120, ge=1)
+    """Most visual tokens an image is resized to (paper, stage 1)."""
+
+
+class ExtensionSettings(Settings):
+    max_steps: int = Field(default=0, ge=0)
+    """Further steps allowed when the guards are not met at the end of the schedule; 0 never extends."""
+    round_steps: int = Field(default=50, ge=1)
+    """Steps between two looks at the guards."""
+    lr_fraction: float = Field(default=0.25, gt=0, le=1)
+    """Learning rate at the start of a round as a fraction of the peak; it falls to 0 in the round."""
+    min_cosine: float = Field(default=0.55, ge=-1, le=1)
+    """Guard: mean cosine between free-running latents and the ROI's visual tokens on validation examples."""
+    min_drop: float = Field(default=0.12, ge=-1, le=1)
+    """Guard: fall in the right answer's probability when all latents are those of another example."""
+
+
+class SftSettings(JobSettings):
+    """`realvr sft`: stage 1, cross-entropy of the text + weight · MSE of the latent states, teacher forcing."""
+
+    job: Literal["realvr.sft"] = "realvr.sft"
+    steps: int = Field(default=2500, ge=1)
+    """Optimizer steps."""
+    model: SftModelSettings
+    latent: LatentSettings = LatentSettings()
+    data: DataSettings
+    examples_per_step: int = Field(default=64, ge=1)
+    """Examples an optimizer step, over all ranks."""
+    examples_per_micro_batch: int = Field(default=1, ge=1)
+    """Examples in one padded forward of a rank."""
+    mse_weight: float = Field(default=0.1, ge=0)
+    """Weight of the MSE between states and visual embeddings."""
+    roi_tokens: Literal["all", "k"] = "all"
+    """A span holds all visual tokens of its box, or `latent.k` of them, evenly spaced (as many as inference feeds)."""
+    newline: bool = True
+    """A line break between the span and the answer."""
+    untagged: float = Field(default=0.0, ge=0, le=1)
+    """Share of examples whose answer stands without tags, which leaves the format for RL to learn (demo)."""
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    learner: LearnerSettings = LearnerSettings()
+    validation: ValidationSettings = ValidationSettings(every=250)
+    extension: ExtensionSettings = ExtensionSettings()
