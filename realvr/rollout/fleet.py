@@ -2,17 +2,18 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
 from launch.cluster import Cluster
-from launch.group import WorkerGroup
+from launch.group import Pending, WorkerGroup
 from realvr.config import RLSettings
 from realvr.data.examples import Example
 from realvr.data.sampler import Sampler
-from realvr.rollout.records import Group, RolloutEngine, Sampling
+from realvr.rollout.records import Group, RolloutEngine, Sampling, Weights
 
 VALIDATION_STREAM = 1_000_003  # keeps the seeds of validation apart from those of any training step
 
@@ -29,18 +30,17 @@ def build_engine(settings: RLSettings) -> RolloutEngine:
 class RolloutWorker:
     """One engine in one Ray actor. Latents stay in the object store; the driver gets references."""
 
-    def __init__(self, rank: int, world: int, settings: RLSettings) -> None:
+    def __init__(self, settings: RLSettings) -> None:
         self.engine = build_engine(settings)
 
-    def ready(self) -> int:
-        return self.engine.version
-
-    def generate(self, examples: Sequence[Example], sampling: Sampling, seeds: Sequence[int]) -> list[Group]:
+    def generate(self, batch: tuple[Sequence[Example], Sequence[int]], sampling: Sampling) -> list[Group]:
+        """batch: examples and one seed each."""
+        examples, seeds = batch
         groups = self.engine.generate(examples, sampling, seeds) if examples else []
         return [g.without_latents(ray.put([r.latents for r in g.rollouts])) for g in groups]
 
     def load_weights(self, path: str, version: int, checksum: str) -> int:
-        self.engine.load_weights(path, version, checksum)
+        self.engine.load_weights(Path(path), version, checksum)
         return self.engine.version
 
     def close(self) -> None:
@@ -73,49 +73,51 @@ class Fleet:
         self.workers = WorkerGroup(
             cluster,
             RolloutWorker,
-            ranks=rollout.workers,
-            kwargs={"settings": settings},
+            rollout.workers,
+            {"settings": settings},
             cpus=rollout.cpus,
             gpus=rollout.gpus * rollout.tensor_parallel,
             bundle_offset=bundle_offset,
-            name="rollout",
             deadline_s=settings.cluster.deadline_s,
+            name="rollout",
+            distributed=False,
         )
 
     def stream(self, sampler: Sampler, start: int, stop: int, ahead: int) -> Iterator[tuple[int, list[Group]]]:
         """Groups of steps start … stop − 1, in order; ahead = 1 samples the next batch with weights one step old."""
-        flying: list[Any] = []
+        flying: list[Pending] = []
         for step in range(start, stop):
             while len(flying) <= ahead and step + len(flying) < stop:
                 flying.append(self._submit(sampler, step + len(flying)))
-            yield step, self._collect(flying.pop(0), f"rollouts of step {step}")
+            yield step, self._collect(flying.pop(0))
 
-    def _submit(self, sampler: Sampler, step: int) -> list[Any]:
+    def _submit(self, sampler: Sampler, step: int) -> Pending:
         indices = sampler.batch(step)
         seeds = [seed_of(self.settings.seed, step, i) for i in range(len(indices))]
-        return self._generate([self.dataset[i] for i in indices], self.sampling, seeds)
+        return self._generate([self.dataset[i] for i in indices], seeds, self.sampling, f"rollouts of step {step}")
 
-    def _generate(self, examples: Sequence[Example], sampling: Sampling, seeds: Sequence[int]) -> list[Any]:
-        parts = len(self.workers)
-        chunks = zip(split(examples, parts), split(seeds, parts), strict=True)
-        return self.workers.submit("generate", per_rank=[(part, sampling, part_seeds) for part, part_seeds in chunks])
+    def _generate(self, examples: Sequence[Example], seeds: Sequence[int], sampling: Sampling, what: str) -> Pending:
+        parts = self.workers.ranks
+        batches = list(zip(split(examples, parts), split(seeds, parts), strict=True))
+        return self.workers.submit("generate", sampling, per_rank=batches, what=what, seconds=self.deadline_s)
 
-    def _collect(self, refs: list[Any], what: str) -> list[Group]:
-        return [g for part in self.workers.wait(refs, what=what, seconds=self.deadline_s) for g in part]
+    @staticmethod
+    def _collect(pending: Pending) -> list[Group]:
+        return [group for part in pending.wait() for group in part]
 
     def evaluate(self, examples: Sequence[Example], max_new_tokens: int = 128) -> list[Group]:
         """Greedy completions, one an example, ended at `</answer>` (the evaluation decode)."""
         sampling = Sampling(n=1, temperature=0.0, max_new_tokens=max_new_tokens, stop=("</answer>",))
         seeds = [seed_of(self.settings.seed, VALIDATION_STREAM, i) for i in range(len(examples))]
-        return self._collect(self._generate(examples, sampling, seeds), "validation rollouts")
+        return self._collect(self._generate(examples, seeds, sampling, "validation rollouts"))
 
-    def load(self, weights: Any, version: int) -> None:
-        """Give every worker the weights (learner.weights.Weights) and check that each now holds `version`."""
-        held = self.workers.call(
-            "load_weights", weights.path, version, weights.checksum, what=f"weights of version {version}"
-        )
+    def load(self, weights: Weights, version: int) -> None:
+        """Give every worker the weights and check that each now holds `version`."""
+        arguments = (weights.path, version, weights.checksum)
+        held = self.workers.call("load_weights", *arguments, what=f"sync of weights {version}", seconds=self.deadline_s)
         if any(v != version for v in held):
             raise RuntimeError(f"weight sync: workers hold versions {held}, wanted {version} everywhere")
 
     def close(self) -> None:
-        self.workers.call("close", what="closing the engines")
+        """Shut the engines down; the cluster ends their processes anyway."""
+        self.workers.call("close", what="closing the engines", seconds=60)

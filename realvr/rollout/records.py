@@ -78,6 +78,14 @@ class ScoredGroup:
     wrong_answers: tuple[str, ...] = field(default=())
 
 
+@dataclass(frozen=True)
+class Weights:
+    """New weights on their way to the fleet: a safetensors file with checkpoint names and the digest of its tensors."""
+
+    path: str
+    checksum: str
+
+
 class RolloutEngine(Protocol):
     """`vllm` (real) and `hf` (the short obvious loop that `vllm` is tested against)."""
 
