@@ -57,7 +57,8 @@ def policy_loss(
     infinite. old_logprobs: [..., T], the policy that the ratio and its clip refer to; None means the learner's own,
     detached (exact while a batch gets one optimizer step). rollout_logprobs: [..., T] as the engine gave them; they are
     required by `settings.old == "rollout"`, which multiplies each token's loss by min(exp(own − rollout), tis_cap), and
-    otherwise only measured. reference_logprobs: [..., T], required by `settings.beta > 0` (k3 estimator).
+    otherwise only measured. reference_logprobs: [..., T], required by `settings.beta > 0`: k3 times the ratio, whose
+    gradient is that of the reverse KL even where the ratio is 1 (k3's alone is not).
 
     Returns (loss, sums): a scalar, and detached sums over this micro-batch's loss tokens, to be added up over the
     global batch and divided by `tokens`: `tokens`, `clipped` (clip active), `capped` (importance weight cut), `kl`,
@@ -85,7 +86,7 @@ def policy_loss(
         if reference_logprobs is None:
             raise ValueError("grpo.beta > 0 needs the reference policy's log-probabilities")
         kl = k3(logprobs, reference_logprobs.detach().masked_fill(~mask, 0.0))
-        losses = losses + settings.beta * kl
+        losses = losses + settings.beta * ratio * kl
     clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
     inside = mask.to(own.dtype)
     sums = {
