@@ -109,12 +109,23 @@ class Family(ABC):
 
     @abstractmethod
     def language_inputs(self, features: VisualFeatures, visual_mask: "torch.Tensor") -> dict[str, Any]:
-        """Extra keyword arguments of the language model's forward (deepstack): visual_mask [B, T] marks image tokens."""
+        """Extra keyword arguments of the language model (deepstack); visual_mask bool [B, T] marks image tokens."""
 
     @abstractmethod
     def merged_grid(self, config: Any, grid_thw: tuple[int, int, int]) -> tuple[int, int, int]:
         """(patch rows h, patch columns w, merge m) of one image; its tokens form an (h/m) × (w/m) row-major grid."""
 
     @abstractmethod
+    def image_unit(self, processor: Any) -> int:
+        """Side in pixels of the square that one visual token covers."""
+
+    @abstractmethod
+    def processor_kwargs(self, processor: Any, min_tokens: int, max_tokens: int) -> dict[str, Any]:
+        """Arguments that bound an image's visual tokens, for the image processor and vLLM's `mm_processor_kwargs`."""
+
+    @abstractmethod
     def tiny(self, folder: str, size: str, seed: int) -> None:
-        """Write a tiny random checkpoint (model, tokenizer with latent tokens, processor, chat template) to `folder`."""
+        """Write a tiny random checkpoint to the empty or new `folder`: model, tokenizer with latent tokens, processor.
+
+        size: `test` (parity checks) or `demo` (the smallest that learns the generated worlds).
+        """

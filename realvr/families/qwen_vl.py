@@ -41,3 +41,10 @@ class QwenVL(Family):
 
     def merged_grid(self, config: Any, grid_thw: tuple[int, int, int]) -> tuple[int, int, int]:
         return int(grid_thw[1]), int(grid_thw[2]), config.vision_config.spatial_merge_size
+
+    def image_unit(self, processor: Any) -> int:
+        return processor.image_processor.patch_size * processor.image_processor.merge_size
+
+    def processor_kwargs(self, processor: Any, min_tokens: int, max_tokens: int) -> dict[str, Any]:
+        area = self.image_unit(processor) ** 2
+        return {"size": {"shortest_edge": min_tokens * area, "longest_edge": max_tokens * area}}

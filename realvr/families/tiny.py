@@ -27,7 +27,7 @@ SPECIAL = (
     END,
 )
 TAGS = ("<answer>", "</answer>")
-WORDS = (
+_WORDS = (
     "system user assistant You are a helpful "
     "what which how many number side colour color shape digit is the of in to and "
     "What Which How Is Are Does there "
@@ -36,7 +36,8 @@ WORDS = (
     "left right above below top bottom topleft topright bottomleft bottomright "
     "none yes no Yes No zero one two three four five six seven eight nine "
     "A B C D E F G H 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18"
-).split()
+)
+WORDS = tuple(_WORDS.split())
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
