@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
@@ -12,6 +13,7 @@ log = logging.getLogger(__name__)
 
 MAX_PIXELS = 89_478_485  # Pillow's own warning level: 268 MB decoded
 MAX_RATIO = 200  # the Qwen processors refuse longer strips
+_COUNT = re.compile(r"\d+")
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -114,7 +116,7 @@ def _open(ref: str, record: str) -> Image.Image:
     try:
         image = Image.open(path)
     except Image.DecompressionBombError as error:
-        raise _bomb(ref, record, str(error)) from error
+        raise _bomb(ref, record, _COUNT.findall(str(error))[0]) from error
     except UnidentifiedImageError as error:
         raise _unreadable(ref, record, "not a picture") from error
     except Exception as error:  # header parsers raise anything on damaged bytes
@@ -122,7 +124,7 @@ def _open(ref: str, record: str) -> Image.Image:
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
         image.close()
-        raise _bomb(ref, record, f"{pixels} pixels")
+        raise _bomb(ref, record, str(pixels))
     return image
 
 
@@ -160,5 +162,5 @@ def _unreadable(ref: str, record: str, reason: str, remedy: str = "replace or dr
     return UserError(f"{where}image {ref}: {reason}; it should be a readable picture; {remedy}")
 
 
-def _bomb(ref: str, record: str, what: str) -> UserError:
-    return _unreadable(ref, record, f"refused before decoding ({what}; limit {MAX_PIXELS})", "scale it down")
+def _bomb(ref: str, record: str, pixels: str) -> UserError:
+    return _unreadable(ref, record, f"{pixels} pixels are above {MAX_PIXELS}, refused before decoding", "scale it down")

@@ -44,7 +44,7 @@ class PromptBuilder:
     """Builds prompts for one checkpoint. Learner, rollout engines and evaluation all go through it."""
 
     def __init__(self, model_path: str, min_visual_tokens: int = 4, max_visual_tokens: int = 2560):
-        from transformers import AutoConfig, AutoProcessor
+        from transformers import AutoConfig, AutoProcessor  # slow to import
 
         if min_visual_tokens > max_visual_tokens:
             raise UserError(
@@ -95,8 +95,7 @@ class PromptBuilder:
             {"role": "system", "content": [{"type": "text", "text": SYSTEM}]},
             {"role": "user", "content": content},
         ]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
+        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def token_ids(self, example: Example) -> list[int]:
         """Ids of `text`, placeholders not expanded."""
