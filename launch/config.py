@@ -107,7 +107,7 @@ class JobSettings(Settings):
     seed: int = 0
     """Seed of everything random."""
     resume: Literal["auto", "never", "require"] = "auto"
-    """`auto` continues a folder that has a checkpoint; `never` refuses a used folder; `require` refuses an empty one."""
+    """`auto` continues a folder with a checkpoint; `never` refuses a used folder; `require` refuses one without."""
     tracking: TrackingSettings = TrackingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
