@@ -93,6 +93,8 @@ class RolloutSettings(Settings):
     """Longest completion, latents counted."""
     overlap: int = Field(default=0, ge=0, le=1)
     """Batches generated ahead of the learner: 1 samples with weights one step old."""
+    sync: Literal["auto", "shm", "nccl", "ipc"] = "auto"
+    """How weights reach vLLM: `shm` through a file in shared memory (same host; `auto`), `nccl`/`ipc` between GPUs."""
     engine_args: dict[str, Any] = {}
     """Extra vLLM engine arguments (for example gpu_memory_utilization, max_model_len)."""
 

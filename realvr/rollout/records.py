@@ -27,7 +27,7 @@ class Rollout:
     """One completion.
 
     tokens: ids [N], latent positions hold the `<|lvr|>` id, EOS included when sampled.
-    logprobs: float32 [N], log-probability under the sampling distribution (temperature and bans applied); 0 where forced.
+    logprobs: float32 [N], log-probability under the sampling distribution (temperature, bans); 0 where forced.
     latents: float32 [n, d], the states fed back, in order. latent_positions: [n] indices into `tokens`.
     versions: int32 [N], version of the weights that produced each token.
     """
