@@ -9,10 +9,12 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -245,7 +247,6 @@ def _local_ray(settings: ClusterSettings) -> Iterator[None]:
     folder = _short_folder()
     mark = secrets.token_hex(8)
     switches = {
-        reaper.MARK: mark,
         "RAY_worker_niceness": "0",  # Ray's default of 15 starves learners on a busy machine
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1",  # engines die with their actor
@@ -253,23 +254,26 @@ def _local_ray(settings: ClusterSettings) -> Iterator[None]:
         "RAY_enable_worker_prestart": "0",
     }
     if os.environ.get("RAY_AUTH_MODE", "token") == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        switches["RAY_AUTH_TOKEN"] = os.environ.get("RAY_AUTH_TOKEN", _ray_token)  # in memory, not in ~/.ray
+        # Ray turns the token on for a cluster of its own; ours lives in memory instead of ~/.ray.
+        switches["RAY_AUTH_TOKEN"] = os.environ.get("RAY_AUTH_TOKEN", _ray_token)
     command = [sys.executable, "-I", reaper.__file__, mark, str(folder)]
     with contextlib.ExitStack() as stack:
         watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         stack.callback(_end_watcher, watcher)
-        stack.enter_context(_variables(switches))
+        stack.enter_context(_variables(switches, ("RAY_AUTH_MODE",)))
         stack.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_cpus=settings.num_cpus,
-            include_dashboard=False,
-            object_store_memory=store,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(folder),
-            _node_ip_address="127.0.0.1",
-        )
+        # The mark is for Ray's processes only, not for what the driver starts later.
+        with _variables({reaper.MARK: mark}), _sigterm_kept():
+            ray.init(
+                address="local",
+                num_cpus=settings.num_cpus,
+                include_dashboard=False,
+                object_store_memory=store,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
         yield
 
 
@@ -291,7 +295,8 @@ def _joined_ray(settings: ClusterSettings) -> Iterator[None]:
                 "--port=…`), correct the address, or use cluster.address=local"
             ) from None
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with _sigterm_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RayError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -305,9 +310,9 @@ def _joined_ray(settings: ClusterSettings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for Ray's own processes, put back afterwards."""
-    before = {key: os.environ.get(key) for key in (*values, "RAY_AUTH_MODE")}
+def _variables(values: Mapping[str, str], also_restore: Sequence[str] = ()) -> Iterator[None]:
+    """Environment variables inside the block; they and `also_restore` are put back afterwards."""
+    before = {key: os.environ.get(key) for key in (*values, *also_restore)}
     os.environ.update(values)
     try:
         yield
@@ -317,6 +322,15 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray replaces the driver's SIGTERM handler; one that the run has set (stop at the next step) stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _short_folder() -> Path:

@@ -121,7 +121,7 @@ def zero_init_context(optimizer: OptimizerSettings, learner: LearnerSettings, dt
     import deepspeed
 
     config = deepspeed_config(optimizer, learner, dtype, numel=500_000_000)
-    return deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+    return deepspeed.zero.Init(config_dict_or_path=config)  # its dtype argument is misread on CPUs
 
 
 class TrainEngine:

@@ -1,0 +1,14 @@
+"""One local Ray for all tests of this folder."""
+
+import pytest
+
+from launch.cluster import open_cluster
+from launch.config import ClusterSettings
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """Four bundles of half a CPU: 0-1 for group tests, 2-3 for engine tests."""
+    settings = ClusterSettings(num_cpus=2, deadline_s=120)
+    with open_cluster(settings, [{"CPU": 0.5}] * 4, tmp_path_factory.mktemp("logs")) as opened:
+        yield opened
