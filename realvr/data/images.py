@@ -72,11 +72,10 @@ def fit(width: int, height: int, unit: int, min_tokens: int, max_tokens: int) ->
     if columns * rows > max_tokens:
         shrink = math.sqrt(height * width / (max_tokens * area))
         columns, rows = (math.floor(side / shrink / unit) for side in (width, height))
-    elif columns * rows < min_tokens:
+    elif 0 < columns * rows < min_tokens:
         stretch = math.sqrt(min_tokens * area / (height * width))
         columns, rows = (math.ceil(side * stretch / unit) for side in (width, height))
-    inside = columns and rows and min_tokens <= columns * rows <= max_tokens
-    if not inside or max(columns, rows) > MAX_RATIO * min(columns, rows):
+    if not min_tokens <= columns * rows <= max_tokens or max(columns, rows) > MAX_RATIO * min(columns, rows):
         columns, rows = _nearest_grid(width / unit, height / unit, min_tokens, max_tokens)
     return columns * unit, rows * unit
 

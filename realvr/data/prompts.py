@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,13 +44,14 @@ class Prompt:
 class PromptBuilder:
     """Builds prompts for one checkpoint. Learner, rollout engines and evaluation all go through it."""
 
-    def __init__(self, model_path: str, min_visual_tokens: int = 4, max_visual_tokens: int = 2560):
+    def __init__(self, model_path: str | Path, min_visual_tokens: int = 4, max_visual_tokens: int = 2560):
         from transformers import AutoConfig, AutoProcessor  # slow to import
 
         if min_visual_tokens > max_visual_tokens:
             raise UserError(
                 f"model.min_visual_tokens: {min_visual_tokens} exceeds max_visual_tokens {max_visual_tokens}; swap them"
             )
+        model_path = str(model_path)
         self.family = family_of(model_path)
         try:
             self.processor = AutoProcessor.from_pretrained(model_path)

@@ -30,8 +30,9 @@ def get_family(name: str) -> Family:
     return getattr(import_module(module), cls)()
 
 
-def read_config(model_path: str) -> dict[str, Any]:
+def read_config(model_path: str | Path) -> dict[str, Any]:
     """config.json of a local folder or a hub id (fetched, or from the cache when offline) as a dict."""
+    model_path = str(model_path)
     folder = Path(model_path)
     if folder.is_dir():
         file = folder / "config.json"
@@ -61,7 +62,7 @@ def _hub_config(model_path: str) -> Path:
         raise UserError(f"{model_path}: neither a local folder nor reachable on the hub ({reason})") from error
 
 
-def family_of(model_path: str) -> Family:
+def family_of(model_path: str | Path) -> Family:
     """The family of a checkpoint by the architectures in its config.json (local folder or hub id)."""
     found = read_config(model_path).get("architectures") or []
     for name in _FAMILIES:
