@@ -19,9 +19,9 @@ def _run_sft(settings: SftSettings, run: Any) -> None:
 
 
 def _run_rl(settings: RLSettings, run: Any) -> None:
-    from realvr.train.rl import run_rl
+    from realvr.train.rl import collect_rollouts, run_rl
 
-    run_rl(settings, run)
+    (collect_rollouts if settings.debug == "rollout-only" else run_rl)(settings, run)
 
 
 def _run_evaluate(settings: EvaluateSettings, run: Any) -> None:

@@ -105,9 +105,10 @@ class Fleet:
     def _collect(pending: Pending) -> list[Group]:
         return [group for part in pending.wait() for group in part]
 
-    def evaluate(self, examples: Sequence[Example], max_new_tokens: int = 128) -> list[Group]:
-        """Greedy completions, one an example, ended at `</answer>` (the evaluation decode)."""
-        sampling = Sampling(n=1, temperature=0.0, max_new_tokens=max_new_tokens, stop=("</answer>",))
+    def evaluate(self, examples: Sequence[Example]) -> list[Group]:
+        """Greedy completions, one an example, ended at `</answer>` (the evaluation decode, 128 tokens at most)."""
+        longest = min(self.sampling.max_new_tokens, 128)
+        sampling = Sampling(n=1, temperature=0.0, max_new_tokens=longest, stop=("</answer>",))
         seeds = [seed_of(self.settings.seed, VALIDATION_STREAM, i) for i in range(len(examples))]
         return self._collect(self._generate(examples, seeds, sampling, "validation rollouts"))
 
