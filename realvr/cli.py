@@ -102,3 +102,7 @@ def export(
 def main() -> None:
     """Console entry point."""
     app()
+
+
+if __name__ == "__main__":
+    main()
