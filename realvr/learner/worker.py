@@ -30,7 +30,7 @@ from realvr.learner.step import LearnerModule, StepSettings
 from realvr.objectives.grpo import GlobalCounts
 from realvr.objectives.prototypes import PrototypeBank
 from realvr.policy.model import load_policy
-from realvr.rollout.records import ScoredGroup
+from realvr.rollout.records import Group, ScoredGroup
 from realvr.rollout.weights_file import write_weights
 
 SAMPLES = 4  # groups in a table of samples, from rank 0
@@ -106,7 +106,7 @@ class LearnerWorker:
         self.bank.load_state_dict(self.engine.load(Path(folder) / "learner")["bank"])
 
     def _prepare(self, scored: Sequence[ScoredGroup]) -> list[LearnerGroup]:
-        full = [replace(s, group=s.group.with_latents(_fetch(s.group.latents_ref))) for s in scored]
+        full = [replace(s, group=_with_latents(s.group)) for s in scored]
         prompts = [self.builder.build(s.group.example) for s in full]
         settings, builder = self.settings, self.builder
         return [
@@ -218,8 +218,9 @@ class LearnerWorker:
                     yield name.removeprefix("root."), tensor.to("cpu", copy=True) if first else tensor
 
 
-def _fetch(latents_ref: Any) -> list[Any]:
-    return ray.get(latents_ref, timeout=600) if isinstance(latents_ref, ray.ObjectRef) else latents_ref
+def _with_latents(group: Group) -> Group:
+    """The full group; a replayed one is full already."""
+    return group if group.latents_ref is None else group.with_latents(ray.get(group.latents_ref, timeout=600))
 
 
 def _shared(positive: torch.Tensor) -> torch.Tensor:
