@@ -83,6 +83,11 @@ def evaluate_checkpoint(
     estimates = {name: values.estimate(name, settings.bootstrap, settings.seed) for name in names}
     stamps = list(clock.items())
     seconds = {name: round(t - stamps[i][1], 2) for i, (name, t) in enumerate(stamps[1:])}
+    write_json(folder / "values.json", values.by_metric)
+    write_json(folder / "pairs.json", pairs)
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (folder / "items.jsonl").write_text(lines, encoding="utf-8")
+    # Last: who finds it finds everything.
     write_json(folder / "evaluation.json", {
         "label": settings.label or settings.name,
         "metrics": {name: e.as_dict() if e else None for name, e in estimates.items()},
@@ -90,10 +95,6 @@ def evaluate_checkpoint(
         "seconds": seconds,
         "provenance": provenance(settings),
     })  # fmt: skip
-    write_json(folder / "values.json", values.by_metric)
-    write_json(folder / "pairs.json", pairs)
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    (folder / "items.jsonl").write_text(lines, encoding="utf-8")
     return estimates
 
 
@@ -117,7 +118,7 @@ def _decode(settings: EvaluateSettings, examples: Sequence[Example], engine: Rol
         repetition_penalty=checkpoint_penalty(settings.model.path) if penalty is None else penalty,
     )  # fmt: skip
     own = engine is None
-    running = _start(settings) if engine is None else engine
+    running = start_engine(settings) if engine is None else engine
     try:
         groups = running.generate(examples, sampling, [settings.seed] * len(examples))
     finally:
@@ -126,7 +127,8 @@ def _decode(settings: EvaluateSettings, examples: Sequence[Example], engine: Rol
     return [decoded(g.example, g.rollouts[0]) for g in groups]
 
 
-def _start(settings: EvaluateSettings) -> RolloutEngine:
+def start_engine(settings: EvaluateSettings) -> RolloutEngine:
+    """The engine that `engine` names, with the weights of `model.path`; close it when done."""
     if settings.engine == "vllm":
         from realvr.rollout.vllm_engine import VllmEngine as Engine
     else:

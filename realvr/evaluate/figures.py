@@ -53,7 +53,7 @@ def transplant_bars(counts: dict[str, dict[str, int] | None], rates: dict[str, E
             ax.errorbar(estimate.value, y, xerr=spread, color="black", capsize=3, lw=1.4)
             ax.text(1.01, y, f"n = {total}", va="center", color="#555555", fontsize=9)
         ax.set_yticks(range(len(counts)), list(counts), weight="bold")
-        ax.invert_yaxis()
+        ax.set_ylim(len(counts) - 0.5, -0.5)
         ax.set_xlim(0, 1)
         ax.grid(axis="y", visible=False)
         ax.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")

@@ -26,7 +26,12 @@ METRICS = (
     Metric(
         "strict_flip_changed", "Strict correct flip, gold changed", "The same, of edits that changed the gold.", "up"
     ),
-    Metric("false_flip", "False flip", "Of edits that left the gold: the answer changed all the same.", "down"),
+    Metric(
+        "false_flip",
+        "False flip",
+        "Of edits that left the gold: the answer changed (never answering scores 0).",
+        "down",
+    ),
     Metric("distance_relevant", "Latent distance, relevant edit", "1 − cos of mean latents before and after.", "up"),
     Metric(
         "distance_irrelevant", "Latent distance, irrelevant edit", "The same where the edit concerns another object."
@@ -59,6 +64,6 @@ def shown(estimate: Estimate | None, interval: bool = True) -> str:
     """`0.62 [0.55, 0.69] n=200`; “–” where nothing was measured. Small values keep their leading digits."""
     if estimate is None:
         return "–"
-    digits = 3 if max(abs(estimate.value), abs(estimate.low), abs(estimate.high)) >= 0.001 else 5
+    digits = 5 if 0 < max(abs(estimate.value), abs(estimate.low), abs(estimate.high)) < 0.001 else 3
     value, low, high = (f"{v:.{digits}f}".replace("-", "−") for v in (estimate.value, estimate.low, estimate.high))
     return f"{value} [{low}, {high}] n={estimate.n}" if interval else value

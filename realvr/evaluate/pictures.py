@@ -72,7 +72,8 @@ def _chip(ax: Axes, text: str, colour: str) -> None:
         )
         ax.add_patch(box)
     label = _short(text, 12)
-    ax.text(0.5, 0.5, label, ha="center", va="center", color="white" if colour else "#555555", weight="bold")
+    size = 10 if len(label) <= 8 else 7.5
+    ax.text(0.5, 0.5, label, ha="center", va="center", color="white" if colour else "#555555", weight="bold", size=size)
 
 
 def whose(answer: str, gold: tuple[str, str]) -> str:

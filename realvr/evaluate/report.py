@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, StrictUndefined
 from rich.table import Table
 from rich.text import Text
@@ -39,7 +40,7 @@ def build_report(inputs: ReportInputs, out: Path) -> Path:
     paired = paired_rows(*pair) if pair else []
     runs = {arm.name: lines for arm in inputs.arms if (lines := read_metrics(arm.metrics))}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"short": lambda e: shown(e, interval=False), "interval": _interval}
+    environment.filters |= {"short": lambda e: shown(e, interval=False), "interval": _interval, "yaml": _yaml}
     template = environment.from_string(
         files("realvr.evaluate").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     )
@@ -98,9 +99,13 @@ def _interval(estimate: Estimate) -> str:
     return shown(estimate).split(" ", 1)[1].rsplit(" n=", 1)[0]
 
 
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+
+
 def _provenance(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[str]]]:
     """Rows of the provenance table: what, per arm."""
-    keys = list(dict.fromkeys(key for e in evaluations for key in e.raw["provenance"]))
+    keys = list(dict.fromkeys(key for e in evaluations for key in e.raw["provenance"] if key != "settings"))
     return [(key, [_plain(e.raw["provenance"].get(key)) for e in evaluations]) for key in keys]
 
 

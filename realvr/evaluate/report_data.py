@@ -14,12 +14,13 @@ from realvr.evaluate.pictures import Case
 from realvr.evaluate.statistics import Estimate, PairedTest, difference, mcnemar
 
 CURVES = (
-    ("reward/total", "Reward (accuracy + format)"),
+    ("reward/mean", "Reward"),
     ("reward/accuracy", "Accuracy of rollouts"),
     ("reward/format", "Format of rollouts"),
     ("evidence/loss", "Evidence loss"),
     ("evidence/gap", "Evidence gap g"),
-    ("evidence/gamma", "Readout contrast γ, mass"),
+    ("evidence/gamma_mass", "Readout contrast γ, mass"),
+    ("rollout/closed_span_rate", "Closed spans"),
     ("validation/accuracy", "Validation accuracy"),
 )
 PAIRED = ("accuracy", "strict_flip", "false_flip", "distance_relevant", "distance_irrelevant", "p_right",
