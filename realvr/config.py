@@ -104,6 +104,16 @@ class RewardSettings(Settings):
     """Dotted path of a function in TRL's signature: f(completions, **columns) -> list of floats."""
     weight: float = 1.0
     """Weight in the sum."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds a call may take (a group at once, then one completion at a time); a slower completion gets 0, counted."""
+    local: bool = False
+    """Allow a function that is in no installed package (a file beside the configuration): it runs as your code."""
+
+
+DEFAULT_REWARDS = (
+    RewardSettings(function="realvr.rewards.rewards.accuracy"),
+    RewardSettings(function="realvr.rewards.rewards.format"),
+)
 
 
 class GrpoSettings(Settings):
@@ -165,10 +175,7 @@ class RLSettings(JobSettings):
     latent: LatentSettings = LatentSettings()
     data: DataSettings
     rollout: RolloutSettings = RolloutSettings()
-    rewards: tuple[RewardSettings, ...] = (
-        RewardSettings(function="realvr.rewards.rewards.accuracy"),
-        RewardSettings(function="realvr.rewards.rewards.format"),
-    )
+    rewards: tuple[RewardSettings, ...] = DEFAULT_REWARDS
     """Reward functions and their weights."""
     grpo: GrpoSettings = GrpoSettings()
     evidence: EvidenceSettings = EvidenceSettings()

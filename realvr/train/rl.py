@@ -11,9 +11,9 @@ from pathlib import Path
 import ray
 
 from launch.cluster import Cluster, open_cluster
-from launch.errors import UserError
+from launch.errors import UserError, did_you_mean
 from launch.runs import Run
-from realvr.config import RLSettings
+from realvr.config import DEFAULT_REWARDS, GrpoSettings, RLSettings
 from realvr.data.examples import Example
 from realvr.data.prompts import PromptBuilder, usable
 from realvr.data.sampler import Sampler
@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 def run_rl(settings: RLSettings, run: Run) -> None:
     """Train until `run` says that it is over (job `realvr.rl`)."""
     data = RLData.open(settings)
+    _check_metric(settings)
     with Scorer(settings.rewards, settings.grpo) as score, machinery(settings, run, data) as (fleet, learners):
         run.configure(
             save=learners.save,
-            validate=(lambda _: validate(fleet, data, score)) if data.validation else None,
+            validate=(lambda _: validate(fleet, data)) if data.validation else None,
             validate_every=settings.validation.every,
             best_metric=settings.validation.metric,
             headline=("reward/mean", "evidence/loss"),
@@ -143,11 +144,23 @@ def sync_folder(cluster: Cluster, run: Run) -> Path:
     return Path("/dev/shm") if len(nodes) == 1 else run.folder
 
 
-def validate(fleet: Fleet, data: RLData, score: Scorer) -> dict[str, float]:
-    """Greedy completions of the validation set: accuracy, format, closed spans."""
-    metrics = reward_metrics(score(fleet.evaluate(data.validation)))
-    kept = ("reward/accuracy", "reward/format", "rollout/closed_span_rate", "rollout/completion_tokens")
-    return {f"validation/{name.partition('/')[2]}": metrics[name] for name in kept if name in metrics}
+VALIDATED = {f"validation/{name}": f"reward/{name}" for name in ("accuracy", "format")} | {
+    f"validation/{name}": f"rollout/{name}" for name in ("closed_span_rate", "answered_rate", "completion_tokens")
+}
+
+
+def validate(fleet: Fleet, data: RLData) -> dict[str, float]:
+    """Greedy completions of the validation set under the paper's two rewards, whatever the run is rewarded for."""
+    with Scorer(DEFAULT_REWARDS, GrpoSettings(), workers=1) as score:
+        metrics = reward_metrics(score(fleet.evaluate(data.validation)))
+    return {name: metrics[source] for name, source in VALIDATED.items()}
+
+
+def _check_metric(settings: RLSettings) -> None:
+    if settings.validation.metric not in VALIDATED:
+        raise UserError(
+            f"validation.metric is {settings.validation.metric!r}; {did_you_mean(settings.validation.metric, VALIDATED)}"
+        )
 
 
 class Clock:
