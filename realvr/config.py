@@ -118,7 +118,7 @@ DEFAULT_REWARDS = (
 
 class GrpoSettings(Settings):
     normalisation: Literal["grpo", "bnpo", "dr_grpo"] = "grpo"
-    """`grpo`: mean over a completion's tokens, then over completions; `bnpo`: over all tokens; `dr_grpo`: by max_new_tokens."""
+    """`grpo`: mean of each completion's token mean; `bnpo`: mean over tokens; `dr_grpo`: by max_new_tokens."""
     clip: float = Field(default=0.2, gt=0)
     """PPO clip on both sides."""
     beta: float = Field(default=0.0, ge=0)
@@ -139,7 +139,8 @@ class EvidenceSettings(Settings):
     floor: float = Field(default=0.3, ge=0, le=1)
     """η: share of the weight spread evenly over latents; 1 is uniform routing, 0 is pure contrast."""
     routing: Literal["contrast", "raw", "uniform", "causal"] = "contrast"
-    """Which latents get the weight: readout right minus mean wrong; readout of the right answer; none; log-probability drop when the latent is replaced."""
+    """Which latents get the weight: readout of the right answer minus the mean of the wrong ones; the right one's alone;
+    none; the right answer's fall in log-probability when the latent is replaced."""
     negatives: int = Field(default=16, ge=0)
     """N⁻: distinct prototypes of other images; 0 uses cos⁺ alone (ablation)."""
     prototype: Literal["shared", "per_slot"] = "shared"

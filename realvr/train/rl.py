@@ -13,7 +13,7 @@ import ray
 from launch.cluster import Cluster, open_cluster
 from launch.errors import UserError, did_you_mean
 from launch.runs import Run
-from realvr.config import DEFAULT_REWARDS, GrpoSettings, RLSettings
+from realvr.config import DEFAULT_REWARDS, RLSettings
 from realvr.data.examples import Example
 from realvr.data.prompts import PromptBuilder, usable
 from realvr.data.sampler import Sampler
@@ -31,10 +31,11 @@ def run_rl(settings: RLSettings, run: Run) -> None:
     """Train until `run` says that it is over (job `realvr.rl`)."""
     data = RLData.open(settings)
     _check_metric(settings)
-    with Scorer(settings.rewards, settings.grpo) as score, machinery(settings, run, data) as (fleet, learners):
+    judge = Scorer(DEFAULT_REWARDS, settings.grpo, workers=1)
+    with Scorer(settings.rewards, settings.grpo) as score, judge, machinery(settings, run, data) as (fleet, learners):
         run.configure(
             save=learners.save,
-            validate=(lambda _: validate(fleet, data)) if data.validation else None,
+            validate=(lambda _: validate(fleet, data, judge)) if data.validation else None,
             validate_every=settings.validation.every,
             best_metric=settings.validation.metric,
             headline=("reward/mean", "evidence/loss"),
@@ -149,18 +150,16 @@ VALIDATED = {f"validation/{name}": f"reward/{name}" for name in ("accuracy", "fo
 }
 
 
-def validate(fleet: Fleet, data: RLData) -> dict[str, float]:
-    """Greedy completions of the validation set under the paper's two rewards, whatever the run is rewarded for."""
-    with Scorer(DEFAULT_REWARDS, GrpoSettings(), workers=1) as score:
-        metrics = reward_metrics(score(fleet.evaluate(data.validation)))
+def validate(fleet: Fleet, data: RLData, judge: Scorer) -> dict[str, float]:
+    """Greedy completions of the validation set. judge: the paper's two rewards, whatever the run is rewarded for."""
+    metrics = reward_metrics(judge(fleet.evaluate(data.validation)))
     return {name: metrics[source] for name, source in VALIDATED.items()}
 
 
 def _check_metric(settings: RLSettings) -> None:
-    if settings.validation.metric not in VALIDATED:
-        raise UserError(
-            f"validation.metric is {settings.validation.metric!r}; {did_you_mean(settings.validation.metric, VALIDATED)}"
-        )
+    name = settings.validation.metric
+    if name not in VALIDATED:
+        raise UserError(f"validation.metric is {name!r}, which is not measured; {did_you_mean(name, VALIDATED)}")
 
 
 class Clock:
