@@ -69,6 +69,11 @@ class VllmEngine:
             for example, group in zip(examples, keys, strict=True)
         ]
 
+    def set_latent(self, latent: LatentSettings) -> None:
+        """Go on with another K, open or close; only between two calls of `generate`."""
+        self.grammar = Grammar.of(self.builder.ids, latent)
+        self.llm.collective_rpc("set_grammar", args=(self.grammar.to_dict(),))
+
     def load_weights(self, path: str | Path, version: int, checksum: str) -> None:
         """Replace the weights, prove it, reset every cache.
 

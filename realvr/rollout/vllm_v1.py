@@ -142,6 +142,12 @@ class LatentWorker(platform_worker()):
             runner.__class__ = type(f"Latent{type(runner).__name__}", (LatentRunnerMixin, type(runner)), {})
             runner.latent = make_core(self.vllm_config, self.device)
 
+    def set_grammar(self, fields: dict[str, Any]) -> None:
+        """Start over with another grammar (K, open, close); latents that were not taken are lost."""
+        self.vllm_config.additional_config["realvr"] = fields
+        holder = self.model_runner.model_state if self.use_v2_model_runner else self.model_runner
+        holder.latent = make_core(self.vllm_config, self.device)
+
     def latent_core(self) -> LatentCore:
         return self.model_runner.model_state.latent if self.use_v2_model_runner else self.model_runner.latent
 
