@@ -22,7 +22,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Example:
-    """One training or evaluation record. Images are references (paths or `shapes:…` / `digits:…` recipes), never pixels."""
+    """One record. Images are references (paths, `shapes:…` or `digits:…` recipes), never pixels."""
 
     id: str
     images: tuple[str, ...]
