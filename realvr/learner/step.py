@@ -172,7 +172,7 @@ class LearnerModule(nn.Module):
         """Latents regenerated with the current weights, gradient through the recursion."""
         z, past = tree.recursion(first, self.settings.k)
         if self.settings.evidence.routing == "causal":
-            return Evidence(z, batch.evidence_B, self._causal(tree, z.detach(), first.past, batch))
+            return Evidence(z, batch.evidence_B, self._causal(tree, z, first.past, batch))
         return Evidence(z, batch.evidence_B, self._readout(tree, batch.answers, z[:, None, -1:], past))
 
     def _saved(self, tree: Tree, first: First, batch: MicroBatch) -> Evidence:
@@ -207,7 +207,7 @@ class LearnerModule(nn.Module):
         self, tree: Tree, z: torch.Tensor, past: list[tuple[Chunk, Chunk]], batch: MicroBatch
     ) -> routing.Credit:
         """Log-probability of the right answer's content minus the same with latent t replaced by the batch's mean
-        latent of that slot (the other latents stay): K + 1 branches of one forward. z [B, K, d], constants."""
+        latent of that slot (the other latents stay): K + 1 branches of one forward. z [B, K, d]."""
         if batch.latent_mean_Kd is None:
             raise ValueError("routing: causal needs the mean latents of the batch")
         k = self.settings.k

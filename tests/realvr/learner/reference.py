@@ -205,11 +205,21 @@ class Reference:
             w = w / w.sum()
         return w.detach() if e.detach_weights else w
 
-    def hinge(self, z, weights, positive, negatives) -> torch.Tensor:
+    def positives(self, group: LearnerGroup) -> torch.Tensor:
+        """p⁺ of each latent [K, d]: the mean of the boxes' visual tokens (all without a box), or one token a slot."""
+        tokens = group.features.embeds.detach().double()
+        chosen: list[int] = []
+        for box in group.prompt.roi:
+            chosen += [i for i in box.tolist() if i not in chosen]
+        region = tokens[chosen] if chosen else tokens
+        if self.evidence.prototype == "per_slot":
+            return torch.stack([region[(2 * j + 1) * len(region) // (2 * self.k)] for j in range(self.k)])
+        return region.mean(0).expand(self.k, -1)
+
+    def hinge(self, z, weights, positives, negatives) -> torch.Tensor:
         total = 0.0
         for t in range(self.k):
-            p = positive if positive.dim() == 1 else positive[t]
-            gap = F.cosine_similarity(z[t], p.to(z.dtype), dim=0)
+            gap = F.cosine_similarity(z[t], positives[t].to(z.dtype), dim=0)
             if len(negatives):
                 gap = gap - torch.stack([F.cosine_similarity(z[t], n.to(z.dtype), dim=0) for n in negatives]).max()
             total = total + weights[t] * (self.evidence.margin - gap).clamp(min=0)
@@ -226,7 +236,7 @@ class Reference:
                 continue
             z = self.regenerate(group)
             weights = self.weights(self.gamma(group, z, tokenizer, mean))
-            losses.append(self.hinge(z, weights, group.positive, others))
+            losses.append(self.hinge(z, weights, self.positives(group), others))
         return sum(losses) / len(losses)
 
     def saved_loss(self, group, others, tokenizer, mean) -> torch.Tensor:
@@ -241,7 +251,7 @@ class Reference:
         for i in closed:
             states = self.completion_states(group, i)
             z = torch.stack([states[p] for p in rollouts[i].latent_positions])
-            losses.append(self.hinge(z, weights, group.positive, others))
+            losses.append(self.hinge(z, weights, self.positives(group), others))
         return sum(losses) / len(losses)
 
     def loss(self, groups, negatives, tokenizer, mean) -> torch.Tensor:

@@ -23,19 +23,12 @@ from realvr.learner.step import LearnerModule, StepSettings
 from realvr.objectives.grpo import GlobalCounts
 from realvr.policy.model import Policy, load_policy
 from realvr.rollout.records import Group, Rollout, ScoredGroup
+from tests.realvr.learner.reference import Reference
 
 K = 3
 TEMPERATURE = 0.6
+MAX_NEW_TOKENS = 20
 EVIDENCE = EvidenceSettings(weight=0.7, negatives=3)
-
-
-def exact(norm: torch.nn.Module) -> None:
-    """Let a family's RMSNorm compute in the type it is given (transformers' own always goes through float32)."""
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    type(norm).forward = forward
 
 
 class World:
@@ -105,7 +98,8 @@ class World:
         return prepare_group(scored, prompt, features, self.builder.tokenizer, self.tokens, self.latent, evidence)
 
     def groups(self, evidence: EvidenceSettings = EVIDENCE) -> list[LearnerGroup]:
-        """One box, two wrong answers; no box, none wrong; two overlapping boxes, seven wrong; text only, one wrong."""
+        """One box, two wrong; no box, none wrong; two boxes, seven wrong; text only, one wrong. Always the same."""
+        self.random = np.random.default_rng(5)
         c = self.completions()
         small, wide, tall = self.picture("small", 56, 56), self.picture("wide", 140, 64), self.picture("tall", 64, 100)
         first, second = Box((0.1, 0.1, 0.5, 0.6)), Box((0.3, 0.2, 0.9, 0.9))
@@ -122,7 +116,8 @@ class World:
         generator = torch.Generator().manual_seed(9)
         table = torch.randn(len(groups), number, self.width, generator=generator)
         mask = torch.ones(len(groups), number, dtype=torch.bool)
-        mask[1:2, number - 1 :] = False
+        if number > 1:
+            mask[1:2, number - 1 :] = False
         return table, mask
 
     def micro_batch(
@@ -133,10 +128,11 @@ class World:
         counts = local_counts(everything)
         total, number = latent_sums(everything, K, self.width)
         table, mask = self.negatives(everything, negatives)
-        rows = [everything.index(g) if g in everything else 0 for g in groups]
+        places = {id(g): i for i, g in enumerate(everything)}
+        rows = [places.get(id(g), 0) for g in groups]  # a filler's row is never read
         return build_micro_batch(
             groups,
-            GlobalCounts(counts["completions"], counts["tokens"], 20),
+            GlobalCounts(counts["completions"], counts["tokens"], MAX_NEW_TOKENS),
             counts["evidence_rows"],
             self.tokens,
             negatives=(table[rows], mask[rows]) if negatives else None,
@@ -149,6 +145,40 @@ class World:
 
     def learner(self, **changes) -> LearnerModule:
         return LearnerModule(self.policy, self.settings(**changes), self.tokens)
+
+    def compare(
+        self, groups: list[LearnerGroup], split: list[list[LearnerGroup]] | None = None, negatives: int = 3, **changes
+    ) -> tuple[float, float]:
+        """Learner against reference on `groups` as one batch, in micro-batches `split` (None: all in one).
+
+        Returns the relative difference of the loss and the largest one of a parameter's gradient.
+        """
+        learner = self.learner(**changes)
+        losses = [learner(self.micro_batch(part, groups, negatives))[0] for part in split or [groups]]
+        ours = gradients(self.policy.root, sum(losses))
+        theirs = self.reference(groups, negatives, **changes)
+        slopes = gradients(self.policy.root, theirs)
+        return abs(sum(losses).item() - theirs.item()) / abs(theirs.item()), worst(ours, slopes)
+
+    def reference(self, groups: list[LearnerGroup], negatives: int = 3, **changes) -> torch.Tensor:
+        """The reference's loss on `groups`."""
+        settings = self.settings(**changes)
+        root = self.policy.root
+        reference = Reference(
+            root.language_model,
+            root.lm_head.weight,
+            self.tokens,
+            K,
+            TEMPERATURE,
+            settings.grpo,
+            settings.evidence,
+            MAX_NEW_TOKENS,
+        )
+        table, mask = self.negatives(groups, negatives)
+        total, number = latent_sums(groups, K, self.width)
+        mean = total / number.clamp(min=1)[:, None]
+        others = [row[m] for row, m in zip(table, mask, strict=True)]
+        return reference.loss(groups, others, self.builder.tokenizer, mean)
 
 
 def gradients(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
