@@ -139,7 +139,7 @@ class EvidenceSettings(Settings):
     floor: float = Field(default=0.3, ge=0, le=1)
     """η: share of the weight spread evenly over latents; 1 is uniform routing, 0 is pure contrast."""
     routing: Literal["contrast", "raw", "uniform", "causal"] = "contrast"
-    """Which latents get the weight: readout of the right answer minus the mean of the wrong ones; the right one's alone;
+    """Which latents get the weight: readout of the right answer minus the mean of the wrong ones; of the right alone;
     none; the right answer's fall in log-probability when the latent is replaced."""
     negatives: int = Field(default=16, ge=0)
     """N⁻: distinct prototypes of other images; 0 uses cos⁺ alone (ablation)."""

@@ -13,7 +13,7 @@ import ray
 from launch.cluster import Cluster, open_cluster
 from launch.errors import UserError, did_you_mean
 from launch.runs import Run
-from realvr.config import DEFAULT_REWARDS, RLSettings
+from realvr.config import DEFAULT_REWARDS, RLSettings, SourceSettings
 from realvr.data.examples import Example
 from realvr.data.prompts import PromptBuilder, usable
 from realvr.data.sampler import Sampler
@@ -81,14 +81,17 @@ class RLData:
     def open(cls, settings: RLSettings) -> "RLData":
         """Open both sets; unusable records are left out and counted (see `usable`)."""
         builder = PromptBuilder(settings.model.path, settings.model.min_visual_tokens, settings.model.max_visual_tokens)
-        train = _keep(open_source(settings.data.train), builder, settings)
+        train = _read(settings.data.train, builder, settings)
         held = settings.data.validation
-        validation = _keep(open_source(held), builder, settings)[: settings.data.validation_size] if held else []
+        validation = _read(held, builder, settings)[: settings.data.validation_size] if held else []
         return cls(train, validation, Sampler(len(train), settings.rollout.prompts_per_step, settings.seed))
 
 
-def _keep(source: Sequence[Example], builder: PromptBuilder, settings: RLSettings) -> list[Example]:
-    indices, counts = usable(source, builder, settings.data.max_prompt_tokens, settings.data.max_bad_records)
+def _read(kind: SourceSettings, builder: PromptBuilder, settings: RLSettings) -> list[Example]:
+    data = settings.data
+    source = open_source(kind, data.max_bad_records)
+    left = data.max_bad_records - len(source.bad.messages) if hasattr(source, "bad") else data.max_bad_records
+    indices, counts = usable(source, builder, data.max_prompt_tokens, left)
     examples = [source[i] for i in indices]
     if settings.evidence.text_only == "skip":
         with_images = [e for e in examples if e.images]
