@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.errors import UserError
 from realvr.data.examples import Example
 from realvr.data.twins import Twin
 from realvr.evaluate import statistics
@@ -71,7 +72,7 @@ class Values:
         """Record one value; an item has one value a metric."""
         values = self.by_metric.setdefault(metric, {})
         if item in values:
-            raise ValueError(f"{metric}: item {item} was measured twice; ids must be unique")
+            raise UserError(f"evaluation: record {item} occurs twice ({metric}); ids must be unique: rename one")
         values[item] = float(value)
         self.clusters[item] = cluster
 
