@@ -1,1 +1,1 @@
-"""Latent visual reasoning: rollouts, GRPO and evidence on latents. Importing it loads no torch, vLLM, DeepSpeed or Ray."""
+"""Latent visual reasoning: rollouts, GRPO, evidence on latents. Importing it loads no torch, vLLM, DeepSpeed or Ray."""

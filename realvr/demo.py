@@ -1,4 +1,4 @@
-"""`realvr demo`: base → stage 1 → GRPO alone and ReaLVR → evaluation → report, each stage a job with its own run folder.
+"""`realvr demo`: base, stage 1, GRPO alone and ReaLVR, evaluation, report: each stage a job with its own run folder.
 
 Stages run one after the other in processes of their own, so each can be stopped and continued: the same command takes
 up where it was.
