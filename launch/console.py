@@ -76,6 +76,12 @@ class StepProgress:
             self._said = now
             say(f"step {done}{f'/{self.total}' if self.total else ''}  {text}{self._left(done)}")
 
+    def plan(self, total: int) -> None:
+        """The whole run has another number of steps now."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
     def close(self) -> None:
         """Take the bar away; what was printed stays."""
         if self._bar is not None:

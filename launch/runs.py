@@ -113,6 +113,15 @@ class Run:
         self.stop.arm()
         self._since = time.monotonic()
 
+    def plan(self, total_steps: int) -> None:
+        """Change the number of steps of the whole run while it goes on: more are needed, or fewer were enough."""
+        if total_steps == self.total_steps:
+            return
+        self.total_steps = total_steps
+        update_record(self.folder, total_steps=total_steps)
+        if self._progress is not None:
+            self._progress.plan(total_steps)
+
     def samples_due(self, step: int) -> bool:
         """Whether `tracking.samples_every` wants samples of this step (counted from 0); the first and last are."""
         every, done = self.settings.tracking.samples_every, step + 1

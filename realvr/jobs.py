@@ -54,7 +54,7 @@ def _learners_and_fleet(settings: RLSettings) -> dict[str, float]:
     }
 
 
-base = Job("realvr.base", BaseSettings, _run_base, _one_process)
-sft = Job("realvr.sft", SftSettings, _run_sft, _learners_only)
+base = Job("realvr.base", BaseSettings, _run_base, _one_process, lambda s: s.probe.steps + s.steps)
+sft = Job("realvr.sft", SftSettings, _run_sft, _learners_only, lambda s: s.steps + s.extension.max_steps)
 rl = Job("realvr.rl", RLSettings, _run_rl, _learners_and_fleet)
 evaluate = Job("realvr.evaluate", EvaluateSettings, _run_evaluate, _one_process)
