@@ -47,12 +47,16 @@ class Tracker:
     ) -> None:
         self.folder = folder
         self._wandb: wandb.Run | None = None
+        self._undo_data_dir = False
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         if settings.wandb != "disabled":
+            # W&B keeps images of tables here until they are uploaded: with the run, so that a later sync finds them.
+            self._undo_data_dir = "WANDB_DATA_DIR" not in os.environ
+            os.environ.setdefault("WANDB_DATA_DIR", str(folder.resolve() / "wandb" / "data"))
             try:
                 self._wandb = _start_wandb(folder, settings, name, job, config, wandb_id)
             except BaseException:
-                self._metrics.close()
+                self.close(failed=True)
                 raise
 
     @property
@@ -124,6 +128,9 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
+        if self._undo_data_dir:
+            os.environ.pop("WANDB_DATA_DIR", None)
+            self._undo_data_dir = False
 
 
 def _number(name: str, value: Any) -> float | int:
@@ -189,21 +196,23 @@ def _require_key() -> None:
 
 
 def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> "wandb.Table":
+    """W&B refuses a column of mixed types: one is images, numbers, or text."""
     import wandb
     from PIL import Image
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = wandb.Table(columns=columns, allow_mixed_types=True)
-    for row in rows:
-        cells = [row.get(column) for column in columns]
-        table.add_data(
-            *(
-                wandb.Image(cell)
-                if isinstance(cell, Image.Image)
-                else json.dumps(cell.tolist() if hasattr(cell, "tolist") else cell, ensure_ascii=False)
-                if not isinstance(cell, str | int | float | None)
-                else cell
-                for cell in cells
-            )
-        )
+    cells: dict[str, list[Any]] = {}
+    for column in columns:
+        values = [row.get(column) for row in rows]
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+        if any(isinstance(value, Image.Image) for value in values):
+            cells[column] = [wandb.Image(value) if value is not None else None for value in values]
+        elif all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values):
+            cells[column] = values
+        else:
+            texts = [json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value for value in values]
+            cells[column] = [None if value is None else text for value, text in zip(values, texts, strict=True)]
+    table = wandb.Table(columns=columns)
+    for index in range(len(rows)):
+        table.add_data(*(cells[column][index] for column in columns))
     return table
