@@ -49,6 +49,8 @@ def test_clusters_of_copies_count_once():
 def test_unequal_clusters_pool_their_items():
     got = s.mean([1.0, 1.0, 1.0, 0.0], ["a", "a", "a", "b"])
     assert got.value == 0.75 and (got.low, got.high) == (0.0, 1.0)
+    resampled = s.bootstrap_means(np.array([1.0, 1.0, 1.0, 0.0]), ["a", "a", "a", "b"], 200)
+    assert set(resampled.tolist()) == {0.0, 0.75, 1.0}
 
 
 def test_coverage_of_the_intervals():
