@@ -11,8 +11,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,6 +29,8 @@ log = logging.getLogger(__name__)
 MIB = 2**20
 MIN_SHM = 256 * MIB
 MAX_OBJECT_STORE = 8 * 2**30
+TOKEN_BUNDLE = {"CPU": 0.001}  # stands for a bundle of nothing, which Ray refuses
+RAY_GRACE_S = 4.0  # for Ray's own clean-up after its driver
 SOCKET_ROOM = 107 - 62  # a Unix socket path has 107 bytes, and Ray's own part below the temporary folder takes 62
 # Passed from the driver to workers when set; everything else a worker needs is given explicitly.
 WORKER_VARIABLES = (
@@ -101,10 +101,10 @@ def open_cluster(settings: ClusterSettings, bundles: Sequence[Mapping[str, float
 
     if ray.is_initialized():
         raise RuntimeError("Ray is already initialised in this process: one cluster at a time")
-    bundles = [{name: float(amount) for name, amount in bundle.items() if amount} for bundle in bundles]
+    bundles = [{name: float(amount) for name, amount in bundle.items() if amount} or TOKEN_BUNDLE for bundle in bundles]
     log_dir = Path(log_dir).absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    _quiet_ray()
     start = time.monotonic()
     with _local_ray(settings) if settings.address == "local" else _joined_ray(settings):
         ray_s = time.monotonic() - start
@@ -213,11 +213,13 @@ def _place(bundles: list[dict[str, float]], settings: ClusterSettings) -> Any:
     if local and (text := shortage(bundles, _alive_nodes(), limit)):
         raise UserError(text)
     placement = ray.util.placement_group(bundles, strategy="PACK")
-    start = time.monotonic()
-    while (waited := time.monotonic() - start) < settings.deadline_s:
-        if placement.wait(min(NOTE_EVERY_S, max(settings.deadline_s - waited, 0.1))):
+    start = noted = time.monotonic()
+    while time.monotonic() - start < settings.deadline_s:
+        if placement.wait(1):
             return placement
-        log.warning("waiting for resources since %.0f s: %s", time.monotonic() - start, _missing(bundles))
+        if time.monotonic() - noted > NOTE_EVERY_S:
+            noted = time.monotonic()
+            log.warning("waiting for resources since %.0f s: %s", noted - start, _missing(bundles))
     text = _missing(bundles)
     ray.util.remove_placement_group(placement)
     raise UserError(f"{text} (waited cluster.deadline_s={settings.deadline_s:g} s)")
@@ -239,6 +241,7 @@ def _missing(bundles: list[dict[str, float]]) -> str:
 def _local_ray(settings: ClusterSettings) -> Iterator[None]:
     """Ray on this machine, loopback only, in a short temporary folder of its own."""
     import ray
+    from ray._private import ray_constants
 
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else MIN_SHM * 8
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -249,21 +252,22 @@ def _local_ray(settings: ClusterSettings) -> Iterator[None]:
     switches = {
         "RAY_worker_niceness": "0",  # Ray's default of 15 starves learners on a busy machine
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1",  # engines die with their actor
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name: listen on 127.0.0.1 only
         "RAY_prestart_worker_first_driver": "0",  # every worker has variables of its own: idle ones would be waste
         "RAY_enable_worker_prestart": "0",
     }
     if os.environ.get("RAY_AUTH_MODE", "token") == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         # Ray turns the token on for a cluster of its own; ours lives in memory instead of ~/.ray.
         switches["RAY_AUTH_TOKEN"] = os.environ.get("RAY_AUTH_TOKEN", _ray_token)
-    command = [sys.executable, "-I", reaper.__file__, mark, str(folder)]
     with contextlib.ExitStack() as stack:
-        watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        stack.callback(_end_watcher, watcher)
+        stack.callback(setattr, ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
+        ray_constants.ENABLE_RAY_CLUSTER = False  # as the variable says, which this process has read already
+        watcher = reaper.start(f"{reaper.CLUSTER_MARK}={mark}", RAY_GRACE_S, folder)
+        stack.callback(reaper.finish, watcher)
         stack.enter_context(_variables(switches, ("RAY_AUTH_MODE",)))
         stack.callback(ray.shutdown)
         # The mark is for Ray's processes only, not for what the driver starts later.
-        with _variables({reaper.MARK: mark}), _sigterm_kept():
+        with _variables({reaper.CLUSTER_MARK: mark}), _sigterm_kept():
             ray.init(
                 address="local",
                 num_cpus=settings.num_cpus,
@@ -324,6 +328,14 @@ def _variables(values: Mapping[str, str], also_restore: Sequence[str] = ()) -> I
                 os.environ[key] = value
 
 
+def _quiet_ray() -> None:
+    """Ray's warnings and its notes about dead workers go to our log at level debug: our own errors tell the same."""
+    from ray._private import worker
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    worker.print_to_stdstream = lambda data, *_, **__: log.debug("ray: %s", " ".join(data["lines"]))
+
+
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
     """Ray replaces the driver's SIGTERM handler; one that the run has set (stop at the next step) stays."""
@@ -339,12 +351,3 @@ def _short_folder() -> Path:
     if len(parent.encode()) + len("/ray-12345678") > SOCKET_ROOM:
         parent = "/tmp"
     return Path(tempfile.mkdtemp(prefix="ray-", dir=parent))
-
-
-def _end_watcher(watcher: subprocess.Popen) -> None:
-    """Let the watcher finish what is left of the cluster, and wait for it (it bounds its own time)."""
-    watcher.stdin.close()
-    try:
-        watcher.wait(reaper.LIMIT_S + 10)
-    except subprocess.TimeoutExpired:
-        watcher.kill()

@@ -183,8 +183,8 @@ class TrainEngine:
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
         self._micro_steps += 1
 
-    def step(self) -> StepStats:
-        """Clip, update, forget the gradient.
+    def step(self, lr: float | None = None) -> StepStats:
+        """Clip, update, forget the gradient. `lr` takes the place of the schedule's rate (steps beyond the schedule).
 
         Raises:
             NonFiniteError: on every rank, if a loss on any rank or the gradient is not finite. Nothing is updated, the
@@ -203,7 +203,8 @@ class TrainEngine:
                 f"step {self.steps}: losses that are not finite, by rank {counts} (of {micro_steps} micro-steps each); "
                 f"on this rank: {bad or 'none'}"
             )
-        lr = lr_at(self.steps, self.total_steps, self.optimizer_settings)
+        if lr is None:
+            lr = lr_at(self.steps, self.total_steps, self.optimizer_settings)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         skipped = self._engine.skipped_steps

@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from launch import reaper
 from launch.cluster import Cluster
 from launch.watchdog import DeadlineError, Waiter, WorkerDied, wait
 
@@ -29,13 +31,15 @@ STACK_LEAD_S = 1.0  # a worker writes its stacks this long before the driver giv
 class _Host:
     """The Ray actor around a worker: directs its output to a file, builds it, runs its methods.
 
+    Processes that the worker starts end with it, also after a SIGKILL (see `reaper.py`).
     The worker's class is named, not pickled, so that its modules are imported here, after the environment is set and
     under a deadline.
     """
 
-    def __init__(self, log_file: str):
+    def __init__(self, log_file: str, mark: str):
         self._log = _redirect_output(Path(log_file))
         faulthandler.enable(self._log)
+        reaper.start(f"{reaper.WORKER_MARK}={mark}", grace_s=0.5, detach=True)
         self._worker: Any = None
 
     def address(self) -> tuple[str, int]:
@@ -124,6 +128,11 @@ class WorkerGroup:
         self._actors: list[Any] = [None] * ranks
         self._start(range(ranks))
 
+    @property
+    def actors(self) -> list[Any]:
+        """Ray handles of all ranks, for workers that call each other directly (`handle.run.remote(limit, method)`)."""
+        return list(self._actors)
+
     def log_file(self, rank: int) -> Path:
         """Where rank `rank` writes its standard output and error."""
         return self.cluster.log_dir / f"{self.name}-{rank}.log"
@@ -188,11 +197,21 @@ class WorkerGroup:
         self._start(range(self.ranks) if ranks is None else ranks)
 
     def _start(self, ranks: Sequence[int]) -> None:
+        try:
+            self._build(ranks)
+        except BaseException:
+            self.kill(ranks)
+            raise
+        self.broken = None
+
+    def _build(self, ranks: Sequence[int]) -> None:
         end = time.monotonic() + self.deadline_s
         for rank in ranks:
-            arguments = (str(self.log_file(rank)),)
+            mark = secrets.token_hex(8)
+            arguments = (str(self.log_file(rank)), mark)
+            env = {**self.env, reaper.WORKER_MARK: mark}
             bundle = self.bundle_offset + rank
-            self._actors[rank] = self.cluster.start_actor(_Host, arguments, bundle, self.cpus, self.gpus, self.env)
+            self._actors[rank] = self.cluster.start_actor(_Host, arguments, bundle, self.cpus, self.gpus, env)
         waiters = self._waiters(ranks)
         start_s = min(START_S, self.deadline_s)
         started = wait([self._actors[r].address.remote() for r in ranks], start_s, f"{self.name} processes", waiters)
@@ -205,7 +224,6 @@ class WorkerGroup:
             for rank in ranks
         ]
         wait(refs, left, f"{self.name} set-up", waiters)
-        self.broken = None
 
     def _rank_environment(self, rank: int, master: tuple[str, int]) -> dict[str, str]:
         """What torch.distributed reads. LOCAL_RANK is 0: Ray shows a rank its own devices only."""

@@ -20,7 +20,7 @@ OPTIMIZER = OptimizerSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay
 
 @pytest.fixture(scope="module")
 def pair(cluster):
-    options = {"cpus": 0.5, "bundle_offset": 2, "deadline_s": 120, "name": "learner"}
+    options = {"cpus": 0.45, "bundle_offset": 2, "deadline_s": 120, "name": "learner"}
     group = WorkerGroup(cluster, Trainer, 2, {"optimizer": OPTIMIZER}, **options)
     yield group
     group.kill()
@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_before_writing(tmp_path):
 
 def test_one_rank_alone(cluster, pair, tmp_path):
     pair.kill()
-    options = {"cpus": 0.5, "bundle_offset": 2, "deadline_s": 120, "name": "single"}
+    options = {"cpus": 0.45, "bundle_offset": 2, "deadline_s": 120, "name": "single"}
     single = WorkerGroup(cluster, Trainer, 1, {"optimizer": OPTIMIZER}, **options)
     single.call("train", 0, 2)
     single.call("save", str(tmp_path))

@@ -16,7 +16,7 @@ from launch.errors import UserError
 class Speaker:
     """Says who it is; misbehaves on request."""
 
-    def __init__(self, word: str = "", bad_rank: int = -1):
+    def __init__(self, word: str = "", bad_rank: int | None = None):
         self.word = word
         if self.rank == bad_rank:
             raise UserError(f"workers: rank {bad_rank} of the test is bad; choose another")
@@ -59,6 +59,9 @@ class Speaker:
     def start_child(self) -> int:
         """A process in a session of its own, as inference engines start."""
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+    def exit_code_of_a_child(self, code: int) -> int:
+        return subprocess.run(["sh", "-c", f"exit {code}"], check=False).returncode
 
 
 class Tiny(nn.Module):
