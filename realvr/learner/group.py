@@ -39,9 +39,14 @@ class Learners:
         return results[0][0], [row for _, rows in results for row in rows]
 
     def weights(self) -> Weights:
-        """Gather the whole model (adapters merged) into a file for the fleet."""
+        """Gather the whole model (adapters merged) into a file for the fleet, or offer to send it natively."""
+        if self.settings.rollout.sync in ("nccl", "ipc"):
+            return Weights(send=self._send)
         checksum = self._call("write_weights", str(self.sync_file), what="gathering the weights")[0]
         return Weights(str(self.sync_file), checksum)
+
+    def _send(self, actors: Sequence[Any], version: int) -> None:
+        self._call("send_weights", list(actors), version, what=f"sending weights {version}")
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the state of every rank below `folder`; returns what the checkpoint's state.json should say."""

@@ -64,6 +64,7 @@ class LearnerWorker:
             self.policy.family.moe_leaves,
         )
         self.bank = PrototypeBank(settings.evidence.bank)
+        self.trainer: Any = None
 
     def step(self, scored: Sequence[ScoredGroup], samples: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Train on this rank's groups: metrics (equal on all ranks), and rows for the table of samples (rank 0)."""
@@ -96,6 +97,19 @@ class LearnerWorker:
         for _ in tensors:  # gathering is collective
             pass
         return ""
+
+    def send_weights(self, actors: Sequence[Any], version: int) -> None:
+        """Send the model to the rollout actors through vLLM's own back end (`rollout.sync: nccl | ipc`)."""
+        from realvr.learner.native_sync import ActorClient, PolicySource, open_trainer
+
+        rollout = self.settings.rollout
+        client = ActorClient(actors, self.settings.cluster.step_deadline_s)
+        if self.trainer is None:
+            source = PolicySource(self.policy, self.engine)
+            self.trainer = open_trainer(rollout.sync, dist.get_rank(), client, source, rollout.tensor_parallel)
+        self.trainer.send_weights()
+        if dist.get_rank() == 0:
+            client.update_version(version)
 
     def save(self, folder: str) -> None:
         """Shards, optimizer, random states and the bank of every rank."""

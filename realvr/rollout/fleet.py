@@ -43,6 +43,14 @@ class RolloutWorker:
         self.engine.load_weights(Path(path), version, checksum)
         return self.engine.version
 
+    def engine_call(self, method: str, *args: Any) -> None:
+        """One of vLLM's weight-sync control calls, from the trainer side of its native back ends."""
+        getattr(self.engine, method)(*args)
+
+    def version(self) -> int:
+        """Version of the weights that the engine holds."""
+        return self.engine.version
+
     def close(self) -> None:
         self.engine.close()
 
@@ -114,8 +122,13 @@ class Fleet:
 
     def load(self, weights: Weights, version: int) -> None:
         """Give every worker the weights and check that each now holds `version`."""
-        arguments = (weights.path, version, weights.checksum)
-        held = self.workers.call("load_weights", *arguments, what=f"sync of weights {version}", seconds=self.deadline_s)
+        what = f"sync of weights {version}"
+        if weights.send is not None:
+            weights.send(self.workers.actors, version)
+            held = self.workers.call("version", what=what, seconds=self.deadline_s)
+        else:
+            arguments = (weights.path, version, weights.checksum)
+            held = self.workers.call("load_weights", *arguments, what=what, seconds=self.deadline_s)
         if any(v != version for v in held):
             raise RuntimeError(f"weight sync: workers hold versions {held}, wanted {version} everywhere")
 

@@ -1,6 +1,6 @@
 """What the fleet gives: completions with their latents, by group; and the interface that both engines have."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -80,10 +80,13 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class Weights:
-    """New weights on their way to the fleet: a safetensors file with checkpoint names and the digest of its tensors."""
+    """New weights on their way to the fleet: a safetensors file with checkpoint names and the file's checksum, or
+    `send(actors, version)`, which has the learners send them through vLLM's native back end.
+    """
 
-    path: str
-    checksum: str
+    path: str = ""
+    checksum: str = ""
+    send: Callable[[Sequence[Any], int], None] | None = None
 
 
 class RolloutEngine(Protocol):

@@ -26,11 +26,11 @@ from realvr.rollout.records import Sampling, ScoredGroup
 STEPS = 3
 
 
-def settings_of(model: Path, **changes) -> RLSettings:
+def settings_of(path: Path, **changes) -> RLSettings:
     return RLSettings.model_validate(
         {
             "steps": STEPS,
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(path), "dtype": "float32"},
             "latent": {"k": 4, "open": "forced"},
             "data": {"train": {"kind": "shapes", "size": 16}},
             "rollout": {"group_size": 3, "max_new_tokens": 12, "temperature": 0.8, "gpus": 0},
