@@ -59,20 +59,3 @@ def test_shapes_of_a_checkpoint(tiny_qwen25: Path, tmp_path: Path) -> None:
     assert checkpoint_shapes(tiny_qwen25) == {name: tuple(t.shape) for name, t in held.items()}
     with pytest.raises(UserError, match=r"no \*\.safetensors"):
         checkpoint_shapes(tmp_path)
-
-
-def test_native_source_streams_what_it_announces() -> None:
-    """vLLM's own grouping walks through it; every sync is a fresh pass, in the announced type."""
-    from realvr.rollout.weight_sender import TensorSource, native_sender
-
-    held = {f"model.layers.{i}.w": torch.full((2,), float(i)) for i in range(3)}
-    source = TensorSource([(n, torch.bfloat16, tuple(t.shape)) for n, t in held.items()], held.items)
-    for _ in range(2):
-        streamed = {n: t for names, group in source.iter_groups() for n, t in zip(names, group, strict=True)}
-        assert streamed.keys() == held.keys()
-        assert all(t.dtype == torch.bfloat16 and torch.equal(t.float(), held[n]) for n, t in streamed.items())
-    swapped = TensorSource([(n, torch.float32, (2,)) for n in reversed(held)], held.items)
-    with pytest.raises(RuntimeError, match="announced"):
-        list(swapped)
-    with pytest.raises(UserError, match="nccl or ipc"):
-        native_sender("shm", None, source, 0, "localhost", 1, 1)
