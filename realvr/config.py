@@ -312,7 +312,13 @@ class SftSettings(JobSettings):
     """A line break between the span and the answer."""
     untagged: float = Field(default=0.0, ge=0, le=1)
     """Share of examples whose answer stands without tags, which leaves the format for RL to learn (demo)."""
+    lesson_cache_mb: int = Field(default=0, ge=0)
+    """Prepared examples, with what the frozen tower sees, that a rank keeps for later epochs; 0 keeps none."""
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
     learner: LearnerSettings = LearnerSettings()
     validation: ValidationSettings = ValidationSettings(every=250)
+    validation_batch: int = Field(default=16, ge=1)
+    """Validation examples that a rank decodes at a time."""
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Longest completion in validation, latents counted."""
     extension: ExtensionSettings = ExtensionSettings()

@@ -49,6 +49,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
+@torch.no_grad()
+def _greedy(hidden, weight, states, bans, temperature, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Most probable token and its log-probability, [R] each."""
+    best = [
+        _logits(hidden[part], weight, states[part], bans, temperature).log_softmax(-1).max(-1)
+        for part in (slice(at, at + rows) for at in range(0, len(hidden), rows))
+    ]
+    return torch.cat([b.indices for b in best]), torch.cat([b.values for b in best])
+
+
 class VocabularyHead(nn.Module):
     """The language model's output layer, asked for log-probabilities instead of logits.
 
@@ -67,7 +77,7 @@ class VocabularyHead(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        targets: torch.Tensor,
+        targets: torch.Tensor | None,
         states: torch.Tensor,
         bans: torch.Tensor,
         temperature: float,
@@ -75,7 +85,10 @@ class VocabularyHead(nn.Module):
         """Log-probability of `targets` and entropy of the distribution, both [R], at least float32.
 
         hidden [R, d] (R ≥ 1), targets and states int64 [R], bans bool [S, V]: the row of a token's state says what it
-        may not be. No gradient flows through the entropy.
+        may not be. No gradient flows through the entropy. Without targets: the most probable tokens and their
+        log-probability, without gradient.
         """
         rows = max(1, self.chunk_elements // self.vocabulary)
+        if targets is None:
+            return _greedy(hidden, self.weight, states, bans, temperature, rows)
         return _ChunkedLogProbs.apply(hidden, self.weight, targets, states, bans, temperature, rows)
