@@ -30,14 +30,18 @@ def say(text: str) -> None:
 
 
 class ConsoleHandler(logging.Handler):
-    """Log lines on the console: from INFO on of our own packages, from WARNING on of all others."""
+    """Log lines on the console: from INFO on of our own packages, from WARNING on of all others.
+
+    A record with `extra={"on_console": False}` goes into the log file only.
+    """
 
     def __init__(self, packages: Sequence[str]) -> None:
         super().__init__()
         self.packages = frozenset(packages)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING or record.name.partition(".")[0] in self.packages:
+        wanted = record.levelno >= logging.WARNING or record.name.partition(".")[0] in self.packages
+        if wanted and getattr(record, "on_console", True):
             try:
                 level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
                 say(level + record.getMessage())

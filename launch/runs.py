@@ -344,7 +344,7 @@ def _close(run: Run, failed: bool) -> None:
 
 def _note_failure(run: Run, error: BaseException) -> None:
     """Log the error with its trace, mark the run, and give the error a line that says where to look."""
-    log.error("the run failed after %d steps", run.done, exc_info=error)
+    log.error("the run failed after %d steps", run.done, exc_info=error, extra={"on_console": False})
     with contextlib.suppress(OSError):  # the disk may be full: the first error is the one to tell
         update_record(run.folder, status="failed", done=run.done)
     error.add_note(run.where())
