@@ -32,7 +32,8 @@ def say(text: str) -> None:
 class ConsoleHandler(logging.Handler):
     """Log lines on the console: from INFO on of our own packages, from WARNING on of all others.
 
-    A record with `extra={"on_console": False}` goes into the log file only.
+    A record with `extra={"on_console": False}` goes into the log file only, and so do Python's own warnings: they speak
+    to developers of the libraries below.
     """
 
     def __init__(self, packages: Sequence[str]) -> None:
@@ -41,7 +42,7 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         wanted = record.levelno >= logging.WARNING or record.name.partition(".")[0] in self.packages
-        if wanted and getattr(record, "on_console", True):
+        if wanted and record.name != "py.warnings" and getattr(record, "on_console", True):
             try:
                 level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
                 say(level + record.getMessage())

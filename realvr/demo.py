@@ -23,8 +23,15 @@ WORLDS = ("shapes", "digits")
 ARMS = ("base", "sft", "grpo", "realvr")
 TITLES = {"base": "base", "sft": "LVR-SFT", "grpo": "LVR-RL", "realvr": "ReaLVR"}
 SMOKE = {
-    "base": ("steps=20", "probe.steps=10", "target_accuracy=0", "data.train.size=256", "data.validation_size=32"),
-    "sft": ("steps=4", "examples_per_step=16", "extension.max_steps=0", "data.train.size=64", "data.validation_size=8"),
+    "base": ("steps=150", "probe.steps=20", "target_accuracy=0", "data.train.size=2048", "data.validation_size=32"),
+    "sft": (
+        "steps=40",
+        "examples_per_step=64",
+        "extension.max_steps=0",
+        "data.train.size=512",
+        "validation_batch=8",
+        "data.validation_size=8",
+    ),
     "rl": ("steps=2", "rollout.prompts_per_step=8", "data.train.size=64", "validation.every=0"),
     "evaluate": ("n=16", "twins_per_edit=2"),
 }
@@ -84,7 +91,8 @@ def _job(command: str, demo: Demo, name: str, overrides: Sequence[str]) -> None:
 
 def _realvr(*arguments: str) -> None:
     """A realvr command in a process of its own. A failed one has told why: stop with its status."""
-    done = subprocess.run([sys.executable, "-m", "realvr.cli", *arguments], env=os.environ)
+    one_thread = {"OMP_NUM_THREADS": "1"}  # the models are tiny: more threads only wait for each other
+    done = subprocess.run([sys.executable, "-m", "realvr.cli", *arguments], env=one_thread | dict(os.environ))
     if done.returncode:
         raise UserError(
             f"demo: `realvr {' '.join(arguments[:2])}` ended with status {done.returncode}; its message stands above; "

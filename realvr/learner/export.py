@@ -1,6 +1,8 @@
 """A run's checkpoint as a plain transformers model, with adapters merged and a model card."""
 
 import logging
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -72,7 +74,8 @@ def _root_tensors(checkpoint: Checkpoint) -> list[tuple[str, torch.Tensor]]:
     """Whole float32 tensors of the policy root, from the shards of all ranks."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    whole = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.path / "learner"), tag=SHARDS)
+    with redirect_stdout(StringIO()):  # DeepSpeed prints what concerns its developers
+        whole = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.path / "learner"), tag=SHARDS)
     found = [(name.removeprefix("root."), t) for name, t in whole.items() if name.startswith("root.")]
     if not found:
         raise UserError(f"{checkpoint.path}: its shards hold no policy; is it a checkpoint of realvr.rl or realvr.sft?")
