@@ -373,10 +373,13 @@ def test_logging_is_left_as_it_was(here):
 def test_a_job_without_steps(here):
     with open_run(settings(here)) as run:
         assert not run.finished
-    assert read_record(run.folder)["status"] == "finished"
+    first = read_record(run.folder)
+    assert first["status"] == "finished"
     with open_run(settings(here), 3) as run:
         assert run.attempt == 2
-    assert read_record(run.folder)["status"] == "ended early"
+    second = read_record(run.folder)
+    assert second["status"] == "ended early"
+    assert second["wandb_id"] == first["wandb_id"]  # kept without a checkpoint too
 
 
 def test_samples_are_due_first_every_n_and_last(here):
