@@ -151,9 +151,8 @@ def edit_pairs(cases: Sequence[Case], arms: Sequence[str]) -> bytes:
             _name(grid[0][1 + 2 * i], arm, 34)
         handles = [Rectangle((0, 0), 1, 1, fc=colour) for colour in (BLUE, ORANGE)]
         names = ["read by the right answer", "read by the wrong one (the other image's)"]
-        grid[-1][-1].legend(
-            handles, names, loc="upper right", bbox_to_anchor=(1.0, -0.2), ncols=2, fontsize=9, borderaxespad=0
-        )
+        place = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.2), "borderaxespad": 0, "fontsize": 9}
+        grid[-1][-1].legend(handles, names, ncols=min(2, len(arms)), **place)
         return png(figure)
 
 
@@ -175,7 +174,8 @@ def _look(heat: Axes, bars: Axes, case: Case, entry: dict[str, Any] | None, j: i
     bars.bar(x + 0.2, look["wrong"], 0.38, color=ORANGE)
     bars.set_ylim(0, top)
     bars.set_xticks(x, [f"z{i + 1}" if len(x) <= 4 else str(i + 1) for i in x], fontsize=7.5)
-    bars.locator_params(axis="y", nbins=3)
+    bars.locator_params(axis="y", nbins=2)
+    bars.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.3g}%" if v > 0 else "")
     bars.tick_params(axis="both", length=0)
     bars.tick_params(axis="y", labelsize=6.5, pad=1, labelcolor="#555555")
     said = look["answer"] or "(nothing)"
