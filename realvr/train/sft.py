@@ -196,9 +196,10 @@ def _resumed(ranks: Ranks, run: Run) -> Ranks:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of one, in this process, as torch.distributed reads it from the environment."""
-    import torch.distributed as dist
+    """A process group of one, in this process, as torch.distributed reads it from the environment.
 
+    It stays for a later run of the same process: DeepSpeed keeps hold of the first one it sees.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -208,8 +209,6 @@ def _alone() -> Iterator[None]:
     try:
         yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         for name, value in former.items():
             if value is None:
                 os.environ.pop(name, None)
