@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realvr.config import DataSettings, EvidenceSettings, GrpoSettings, ModelSettings, RLSettings, SourceSettings
+from realvr.config import (
+    DataSettings,
+    EvidenceSettings,
+    GrpoSettings,
+    LoraSettings,
+    ModelSettings,
+    RLSettings,
+    SourceSettings,
+)
 from realvr.learner.batching import filler
 from realvr.learner.statistics import combine, values
 from realvr.learner.step import LearnerModule, StepSettings
@@ -228,3 +236,19 @@ def test_settings_follow_the_job_s() -> None:
     settings = StepSettings.of(config)
     assert (settings.k, settings.temperature, settings.recompute) == (8, 0.6, True)
     assert settings.evidence == EvidenceSettings()
+
+
+def test_adapters_equal_reference_and_their_absence_is_the_start(tiny_qwen25, tmp_path) -> None:
+    """LoRA: gradients of the adapters alone; the reference policy of the KL is the root without them."""
+    world = World(tiny_qwen25, tmp_path, lora=LoraSettings(r=2, alpha=3))
+    batch = world.micro_batch(world.groups())
+    learner = world.learner(grpo=GrpoSettings(beta=0.1), recompute=True)
+    assert values(learner(batch)[1])["kl"] == pytest.approx(0, abs=1e-12)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in world.policy.root.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    assert values(learner(batch)[1])["kl"] > 1e-4
+    loss, slope = world.compare(world.groups(), recompute=True)
+    assert loss < CLOSE and slope < CLOSE
