@@ -218,6 +218,7 @@ class LearnerWorker:
         sums |= {"grpo_squares_sum": squares[0], "evidence_squares_sum": squares[1]}
         values = statistics.values(statistics.all_reduce(sums))
         norms = [max(values.pop(f"{name}_squares_sum"), 0.0) ** 0.5 for name in ("grpo", "evidence")]
+        values.pop("groups_with_wrong", None)  # the score has said so already
         metrics = {_metric_name(name): value for name, value in values.items()}
         if self.settings.evidence.weight and norms[0] > 0:
             metrics["evidence/gradient_ratio"] = norms[1] / norms[0]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,14 @@ def test_a_run_trains_and_leaves_everything(whole):
     assert len(rows) == 3 * 4 and len(rows[0]["weights"]) == 4
     assert (whole / "samples" / rows[0]["image"]).exists()
     assert list(whole.glob("wandb/offline-run-*"))
+
+
+def test_every_metric_is_explained(whole):
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    own = {"reward/low_bytes"}
+    for name in {name for line in metrics(whole) for name in line} - {"step"} - own:
+        general = re.sub(r"gap_\d+$", "gap_<t>", name)
+        assert f"`{general}`" in page or f"`{general.split('/')[0]}/<name>`" in page, name
 
 
 def test_killed_driver_resumes_to_the_same_metrics(whole, tmp_path, tiny_demo):
