@@ -107,7 +107,7 @@ class RewardSettings(Settings):
     timeout_s: float = Field(default=5.0, gt=0)
     """Seconds a call may take (a group at once, then one completion at a time); a slower completion gets 0, counted."""
     local: bool = False
-    """Allow a function that is in no installed package (a file beside the configuration): it runs as your code."""
+    """Allow a function that is in no installed package (a file in the folder you start from): it runs as your code."""
 
 
 DEFAULT_REWARDS = (

@@ -6,7 +6,9 @@ Completions are text with special tokens kept. Columns are lists of the same len
 
 import importlib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
@@ -94,6 +96,8 @@ def find(entry: RewardSettings) -> Callable[..., Any]:
             f"rewards: {path} is in no installed package; install the package it is in, or allow your own file with "
             f"`local: true` beside `function`"
         )
+    if entry.local and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a console script does not look into the folder it is started from
     try:
         function = worker.resolve(path)
     except AttributeError:
