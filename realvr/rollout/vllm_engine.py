@@ -3,7 +3,7 @@
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,8 @@ from realvr.rollout.weights_file import check_weights, checkpoint_folder, checkp
 
 log = logging.getLogger(__name__)
 
+Request = tuple[Example, int, int, Sequence[str]]  # example, its seed, its prompt's length, a key a sibling
+
 
 class VllmEngine:
     """RolloutEngine on `vllm.LLM` (offline, one process unless `rollout.tensor_parallel` > 1).
@@ -32,7 +34,7 @@ class VllmEngine:
 
     def __init__(self, model: ModelSettings, latent: LatentSettings, rollout: RolloutSettings, seed: int) -> None:
         self.builder = PromptBuilder(model.path, model.min_visual_tokens, model.max_visual_tokens)
-        self.grammar = Grammar.of(self.builder.ids, latent)
+        self.latent, self.grammar = latent, Grammar.of(self.builder.ids, latent)
         on_cpu = prepare_environment(model.path)
         args = engine_args(model, rollout, self.grammar, self.builder.processor_kwargs, seed, on_cpu)
         self.images_allowed = args["limit_mm_per_prompt"]["image"]
@@ -56,9 +58,7 @@ class VllmEngine:
         keys = [[f"{call}-{e}-{i}" for i in range(sampling.n)] for e in range(len(examples))]
         flat = [key for group in keys for key in group]
         try:
-            for example, seed, length, group in zip(examples, seeds, lengths, keys, strict=True):
-                self._submit(example, sampling, seed, length, group)
-            outputs = self._run()
+            outputs = self._run(zip(examples, seeds, lengths, keys, strict=True), sampling)
         except BaseException:  # also when interrupted: nothing of this call may stay in the engine
             self.llm.llm_engine.abort_request(flat)
             self._take(flat)
@@ -71,7 +71,7 @@ class VllmEngine:
 
     def set_latent(self, latent: LatentSettings) -> None:
         """Go on with another K, open or close; only between two calls of `generate`."""
-        self.grammar = Grammar.of(self.builder.ids, latent)
+        self.latent, self.grammar = latent, Grammar.of(self.builder.ids, latent)
         self.llm.collective_rpc("set_grammar", args=(self.grammar.to_dict(),))
 
     def load_weights(self, path: str | Path, version: int, checksum: str) -> None:
@@ -146,7 +146,38 @@ class VllmEngine:
                     f"prompt; raise rollout.engine_args.limit_mm_per_prompt (for example {{image: 16, video: 0}})"
                 )
 
-    def _submit(self, example: Example, sampling: Sampling, seed: int, length: int, keys: Sequence[str]) -> None:
+    def _run(self, groups: Iterable[Request], sampling: Sampling) -> dict[str, Any]:
+        """Finished outputs by key. Groups enter as there is room for them, each with its leader first.
+
+        vLLM looks a prompt up in its prefix cache once, when it admits the request, and it admits siblings before their
+        common prompt is computed wherever pictures exceed the encoder's budget of a step. So the siblings wait until
+        the leader has its first token; then they share everything but the prompt's last partial block.
+        """
+        engine, finished = self.llm.llm_engine, {}
+        states, room = engine.output_processor.request_states, engine.vllm_config.scheduler_config.max_num_seqs
+        groups, leaders, flying = iter(groups), {}, 0
+        following = next(groups, None)
+        while following is not None or flying:
+            while following is not None and (flying == 0 or flying + sampling.n <= room):
+                example, seed, length, keys = following
+                prompt = self._prompt(example, length)
+                params = [self._params(sampling, completion_seed(seed, i), key) for i, key in enumerate(keys)]
+                siblings = list(zip(keys[1:], params[1:], strict=True))
+                leaders[engine.add_request(keys[0], prompt, params[0])] = (prompt, siblings)
+                flying += sampling.n
+                following = next(groups, None)
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output
+                    flying -= 1
+            for leader in [name for name in leaders if name not in states or not states[name].is_prefilling]:
+                prompt, siblings = leaders.pop(leader)
+                for key, own in siblings:
+                    engine.add_request(key, prompt, own)
+        return finished
+
+    def _prompt(self, example: Example, length: int) -> Any:
+        """What vLLM makes of the example, once for all siblings: tokens with pictures expanded, pixels, hashes."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         prompt: dict[str, Any] = {"prompt_token_ids": self.builder.token_ids(example)}
@@ -158,11 +189,11 @@ class VllmEngine:
             raise RuntimeError(
                 f"{example.id}: vLLM's prompt has {len(rendered['prompt_token_ids'])} tokens, not {length}"
             )
-        for i, key in enumerate(keys):
-            self.llm.llm_engine.add_request(key, rendered, self._params(sampling, completion_seed(seed, i), key))
+        return rendered
 
     def _params(self, sampling: Sampling, seed: int, key: str) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             temperature=sampling.temperature,
@@ -177,16 +208,9 @@ class VllmEngine:
             detokenize=bool(sampling.stop),  # only to look for stop strings: the text is decoded once, at the end
             logprobs=0,
             flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"latent_key": key},
         )
-
-    def _run(self) -> dict[str, Any]:
-        engine, finished = self.llm.llm_engine, {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    finished[output.request_id] = output
-        return finished
 
     def _take(self, keys: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         from safetensors.numpy import load_file
