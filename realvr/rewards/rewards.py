@@ -6,12 +6,12 @@ Completions are text with special tokens kept. Columns are lists of the same len
 
 import importlib
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
+from pathlib import Path
 from typing import Any
 
 from launch.errors import UserError
@@ -96,8 +96,9 @@ def find(entry: RewardSettings) -> Callable[..., Any]:
             f"rewards: {path} is in no installed package; install the package it is in, or allow your own file with "
             f"`local: true` beside `function`"
         )
-    if entry.local and not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a console script does not look into the folder it is started from
+    here = str(Path.cwd())
+    if entry.local and not {"", here} & set(sys.path):
+        sys.path.append(here)  # a console script does not look into the folder it is started from
     try:
         function = worker.resolve(path)
     except AttributeError:
