@@ -51,7 +51,7 @@ def run_rl(settings: RLSettings, run: Run) -> None:
             clock.lap("sync")
             if rows:
                 run.samples(step, rows)
-            if run.finish(step, {**reward_metrics(scored), **stats, **clock.read(groups)}):
+            if run.finish(step, {**reward_metrics(scored, score.failed), **stats, **clock.read(groups)}):
                 break
 
 
