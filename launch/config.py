@@ -72,7 +72,7 @@ class OptimizerSettings(Settings):
     warmup: float = Field(default=0.03, ge=0)
     """Warm-up: a fraction of all steps below 1, a number of steps from 1 on."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the last step as a fraction of the peak."""
+    """Learning rate at the end of training (after the last step) as a fraction of the peak."""
     clip: float = Field(default=1.0, gt=0)
     """Global gradient-norm clip."""
 

@@ -106,22 +106,28 @@ def deepspeed_config(
     }
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
-        # Rotary frequencies in bf16 are wrong by radians at positions in the thousands.
+        # For a `buffer_dtype` in learner.deepspeed: rotary frequencies stay in float32.
         config["data_types"] = {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": ["inv_freq"]}
     elif dtype != torch.float32:
         raise UserError(f"learner dtype: got {dtype}, want torch.float32 or torch.bfloat16")
     return _merged(config, learner.deepspeed)
 
 
-def zero_init_context(optimizer: OptimizerSettings, learner: LearnerSettings, dtype: torch.dtype) -> Any:
-    """Context in which a module's parameters are sharded as they are created, for models larger than a device.
+@contextlib.contextmanager
+def zero_init_context(optimizer: OptimizerSettings, learner: LearnerSettings, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, a module's parameters are sharded as they are created, for models larger than a device.
 
     `init_distributed` comes first. Loading weights into such parameters is collective (see `gathered`).
     """
     import deepspeed
 
+    arange = torch.arange
     config = deepspeed_config(optimizer, learner, dtype, numel=500_000_000)
-    return deepspeed.zero.Init(config_dict_or_path=config)  # its dtype argument is misread on CPUs
+    with deepspeed.zero.Init(config_dict_or_path=config):  # its dtype argument is misread on CPUs
+        # DeepSpeed makes the constructors give `dtype`. Rotary frequencies are computed from an arange, and in bfloat16
+        # they are wrong by radians at positions in the thousands.
+        torch.arange = arange
+        yield
 
 
 class TrainEngine:
@@ -149,7 +155,7 @@ class TrainEngine:
         moe_leaves: Sequence[str] = (),
     ):
         import deepspeed
-        from deepspeed.utils import set_z3_leaf_modules
+        from deepspeed.utils import set_z3_leaf_modules, z3_leaf_parameter
 
         self.optimizer_settings, self.total_steps, self.steps = optimizer, total_steps, 0
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -163,6 +169,7 @@ class TrainEngine:
             model=module, model_parameters=_parameter_groups(module, optimizer), config=config
         )
         self.device = self._engine.device
+        self._leaf_parameters = [p for p in module.parameters() if p.requires_grad and z3_leaf_parameter(p)]
         self._bad_losses: list[float] = []
         self._micro_steps = 0
 
@@ -180,7 +187,17 @@ class TrainEngine:
         value = loss.detach().float().item()
         if not math.isfinite(value):  # remembered, not raised: a rank that stopped here would leave the others hanging
             self._bad_losses.append(value)
+        # DeepSpeed reduces a leaf's gradient after each of its calls in a graph, and keeps only the last: hold it back.
+        for parameter in self._leaf_parameters:
+            parameter.ds_grad_is_ready = False
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
+        for parameter in self._leaf_parameters:
+            parameter.ds_grad_is_ready = True
+            if parameter.grad is None:  # this rank's batch did not come by; the reduction needs all ranks
+                parameter.grad = torch.zeros(shape_of(parameter), dtype=parameter.dtype, device=self.device)
+            self._engine.optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+        if self._leaf_parameters:
+            self._engine.optimizer.independent_gradient_partition_epilogue()
         self._micro_steps += 1
 
     def step(self, lr: float | None = None) -> StepStats:

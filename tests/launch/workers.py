@@ -64,8 +64,15 @@ class Speaker:
         return subprocess.run(["sh", "-c", f"exit {code}"], check=False).returncode
 
 
+class Experts(nn.ModuleList):
+    """Two matrices of which a batch takes one, so that ranks and calls differ."""
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return self[choice % 2](x)
+
+
 class Tiny(nn.Module):
-    """A frozen embedding, a normalised hidden layer used twice, a head, and a buffer named as in rotary embeddings."""
+    """A frozen embedding, a normalised hidden layer and experts used twice, a head, a rotary buffer."""
 
     def __init__(self, width: int = 24, seed: int = 0):
         super().__init__()
@@ -75,11 +82,15 @@ class Tiny(nn.Module):
             self.hidden = nn.Linear(width, width)
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, 50, bias=False)
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(width).float() / width), persistent=False)
+            self.experts = Experts(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.register_buffer(
+            "inv_freq", 1.0 / 10000 ** (torch.arange(width, dtype=torch.float) / width), persistent=False
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for _ in range(2):  # a recursion: the same module twice in one graph
+        for call in range(2):  # a recursion: the same module twice in one graph
+            x = x + self.experts(x, call * tokens.shape[1])
             x = self.norm(x + torch.tanh(self.hidden(x + self.inv_freq.to(x.dtype))))
         return nn.functional.cross_entropy(
             self.head(x).flatten(0, 1).float(), tokens.roll(-1, 1).flatten(), reduction="sum"
@@ -102,7 +113,10 @@ def plain_adamw(
     """One process, torch's own AdamW: parameters and gradient norms after one step for each rate."""
     model = Tiny().to(dtype)
     groups = [
-        {"params": [model.hidden.weight, model.head.weight], "weight_decay": settings.weight_decay},
+        {
+            "params": [model.hidden.weight, model.head.weight, *model.experts.parameters()],
+            "weight_decay": settings.weight_decay,
+        },
         {"params": [model.hidden.bias, model.norm.weight, model.norm.bias], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
@@ -150,7 +164,7 @@ class Trainer:
         early = zero_init_context(optimizer, learner, kind) if sharded_at_birth else contextlib.nullcontext()
         with early:
             module = Tiny(width)
-        self.engine = TrainEngine(module, optimizer, learner, total_steps=10, dtype=kind)
+        self.engine = TrainEngine(module, optimizer, learner, total_steps=10, dtype=kind, moe_leaves=("Experts",))
 
     def train(self, first: int, last: int, noise: float = 0.0, die_on: int = -1, nan_on: int = -1) -> list[tuple]:
         """Steps first … last - 1: (loss sum on this rank, gradient norm, learning rate) each."""
