@@ -76,9 +76,7 @@ def init_tiny(
         from realvr.families import get_family
 
         get_family(family).tiny(str(folder), size, seed)
-        typer.echo(
-            f"{folder}: a random {family} model; next: realvr base configs/demo/base.yaml model.path={folder}"
-        )
+        typer.echo(f"{folder}: a random {family} model; next: realvr base configs/demo/base.yaml model.path={folder}")
 
     run_command(command)
 
