@@ -114,7 +114,13 @@ def start_job(
             return
         start = f"goes on after {run.done} steps" if run.resumed else "starts"
         say(f"run '{settings.name}' {start}{f' ({total} in all)' if total else ''}: {run.folder}")
-        job.run(settings, run)
+        try:
+            job.run(settings, run)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"job '{settings.job}' needs the package '{error.name}', which is not installed; install the extra of "
+                "this machine (cpu, cuda or rocm), or submit the run to one that has it"
+            ) from error
         last_words = _last_words(settings, job, run)
     say(last_words)
 
