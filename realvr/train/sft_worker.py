@@ -195,14 +195,14 @@ class SftWorker:
         tokens, k = self.builder.ids, self.settings.latent.k
         seen = [i for i, lesson in enumerate(lessons) if len(lesson.features.embeds)]
         targets = [per_slot(lessons[i].features.embeds, [r.tolist() for r in lessons[i].prompt.roi], k) for i in seen]
-        flags: dict[str, list[float]] = {"accuracy": [], "answered": [], "closed_span_rate": []}
+        flags: dict[str, list[float]] = {"accuracy": [], "answered_rate": [], "closed_span_rate": []}
         for lesson, row in zip(lessons, run.tokens_BN.tolist(), strict=True):
             ends = [i for i, t in enumerate(row) if t in tokens.eos]
             row = row[: ends[0] + 1] if ends else row
             text = completion_text(self.builder.tokenizer, row, tokens.eos, ())
             e = lesson.example
             flags["accuracy"].append(float(grade(text, e.answer, e.kind, "reward", e.options).correct))
-            flags["answered"].append(float(block(text) is not None))
+            flags["answered_rate"].append(float(block(text) is not None))
             flags["closed_span_rate"].append(float(tokens.end in row))
         sums = {name: statistics.mean_of(torch.tensor(values)) for name, values in flags.items()}
         cosine = [torch.cosine_similarity(run.latents_BKd[i], t, dim=-1) for i, t in zip(seen, targets, strict=True)]
