@@ -193,9 +193,8 @@ class TrainEngine:
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
         for parameter in self._leaf_parameters:
             parameter.ds_grad_is_ready = True
-            if parameter.grad is None:  # this rank's batch did not come by; the reduction needs all ranks
-                parameter.grad = torch.zeros(shape_of(parameter), dtype=parameter.dtype, device=self.device)
-            self._engine.optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+            if parameter.grad is not None:  # None on every rank or on none: calls are in lockstep
+                self._engine.optimizer.reduce_ready_partitions_and_remove_grads(parameter)
         if self._leaf_parameters:
             self._engine.optimizer.independent_gradient_partition_epilogue()
         self._micro_steps += 1
