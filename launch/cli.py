@@ -79,17 +79,25 @@ def verify(
 def run_job(
     config: str | Path, overrides: Sequence[str] = (), dry_run: bool = False, expected_job: str | None = None
 ) -> None:
-    """`start_job` for a command line: a UserError is printed and exits with status 2."""
-    run_command(lambda: start_job(config, overrides, dry_run, expected_job))
+    """`start_job` for a command line: a UserError is printed and exits with status 2, a stop from outside with 75."""
+
+    def command() -> None:
+        if status := start_job(config, overrides, dry_run, expected_job):
+            sys.exit(status)
+
+    run_command(command)
 
 
 def start_job(
     config: str | Path, overrides: Sequence[str] = (), dry_run: bool = False, expected_job: str | None = None
-) -> None:
+) -> int:
     """Load a configuration and run its job, or print what would run.
 
     Args:
         expected_job: the job that the command stands for; the file may leave `job:` out.
+
+    Returns:
+        0, or `EXIT_AGAIN` when a signal or a time limit stopped it: whoever started it should requeue it.
 
     Raises:
         UserError: as `load_config` and `open_run`.
@@ -98,20 +106,21 @@ def start_job(
     from launch.console import say
     from launch.jobs import get_job
     from launch.runs import open_run
+    from launch.signals import EXIT_AGAIN
 
     settings = load_config(config, overrides, expected_job)
     job = get_job(settings.job)
     total = job.total_steps(settings)
     if dry_run:
         _dry_run(settings, job, total)
-        return
+        return 0
     with open_run(settings, total) as run:
         if run.finished:
             say(
                 f"run '{settings.name}' is finished already: {run.done} of {total} steps are done in {run.folder}; "
                 "raise steps to train on, or choose another name"
             )
-            return
+            return 0
         start = f"goes on after {run.done} steps" if run.resumed else "starts"
         say(f"run '{settings.name}' {start}{f' ({total} in all)' if total else ''}: {run.folder}")
         try:
@@ -123,6 +132,7 @@ def start_job(
             ) from error
         last_words = _last_words(settings, job, run)
     say(last_words)
+    return EXIT_AGAIN if run.stopped and run.stop.again else 0
 
 
 def run_command(command: Callable[[], Any]) -> None:

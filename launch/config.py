@@ -58,6 +58,13 @@ class ClusterSettings(Settings):
     """Seconds that one remote operation (a rollout batch, a learner step, a weight sync, a save) may take."""
 
 
+class LimitSettings(Settings):
+    wall_clock_s: float | None = Field(default=None, gt=0)
+    """Seconds that one attempt may take; None means until the end of the batch job that `launch slurm` made, if any."""
+    save_before_s: float | None = Field(default=None, ge=0)
+    """Save and stop this many seconds before that limit; None measures it: 1.5 × (slowest step + slowest save) + 30."""
+
+
 class OptimizerSettings(Settings):
     lr: float = Field(default=5e-7, gt=0)
     """Peak learning rate (paper: 5e-7 in stage 2, 1e-5 in stage 1)."""
@@ -94,7 +101,7 @@ class JobSettings(Settings):
     """What every job has; a pipeline's config model extends it."""
 
     may_change: ClassVar[frozenset[str]] = frozenset(
-        {"name", "runs_dir", "resume", "tracking", "checkpoint", "cluster", "steps"}
+        {"name", "runs_dir", "resume", "tracking", "checkpoint", "cluster", "limits", "steps"}
     )
     """Fields and blocks (dotted) that a resumed run may change: they leave the mathematics of a step alone."""
 
@@ -111,6 +118,7 @@ class JobSettings(Settings):
     tracking: TrackingSettings = TrackingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
+    limits: LimitSettings = LimitSettings()
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any, TextIO
 
 from launch import reaper
 from launch.cluster import Cluster
+from launch.signals import STOP_FILE_VARIABLE, ask
 from launch.watchdog import DeadlineError, Waiter, WorkerDied, wait
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class _Host:
     def __init__(self, log_file: str, mark: str):
         self._log = _redirect_output(Path(log_file))
         faulthandler.enable(self._log)
+        signal.signal(signal.SIGUSR1, _ask_for_a_stop)
         reaper.start(f"{reaper.WORKER_MARK}={mark}", grace_s=0.5, detach=True)
         self._worker: Any = None
 
@@ -253,6 +256,12 @@ class _StacksAfter:
 
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _ask_for_a_stop(number: int, frame: object) -> None:
+    """A scheduler may warn every process of a job: the driver is told, and all ranks stop at the same step."""
+    if file := os.environ.get(STOP_FILE_VARIABLE):
+        ask(Path(file), f"{signal.Signals(number).name} at process {os.getpid()} on {socket.gethostname()}", again=True)
 
 
 def _redirect_output(path: Path) -> TextIO:

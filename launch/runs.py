@@ -7,6 +7,7 @@ counts from 0 (`run.start_step`, `finish(step)`), everything on disk counts *fin
 import contextlib
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from launch.console import ConsoleHandler, StepProgress
 from launch.errors import UserError, did_you_mean
 from launch.files import disk_is_full, free_bytes, human
 from launch.jobs import job_names
+from launch.limits import WallClock
 from launch.run_folder import (
     check_same_mathematics,
     new_attempt,
@@ -29,7 +31,7 @@ from launch.run_folder import (
     update_record,
     write_settings,
 )
-from launch.signals import StopFlag
+from launch.signals import STOP_FILE_VARIABLE, StopFlag
 from launch.tracking import Tracker, new_wandb_id
 from launch.versions import describe_versions
 
@@ -48,6 +50,7 @@ class Run:
         total_steps: steps of the whole run; None for a job without steps.
         store: the run's checkpoints.
         stop: requests to stop; `stop.request(reason)` asks for one.
+        clock: the time limit of this attempt, and how long steps and saves take.
         stopped: the reason of the stop that ended the run, or None.
     """
 
@@ -62,6 +65,7 @@ class Run:
         self.attempt, self.logs = 0, folder / "logs"
         self.store = CheckpointStore(folder / "checkpoints", settings.checkpoint.keep, settings.checkpoint.checksums)
         self.stop = StopFlag(folder)
+        self.clock = WallClock(settings.limits)
         self.stopped: str | None = None
         self.best: dict[str, Any] | None = resumed.run.get("best") if resumed else None
         self._done = self.start_step
@@ -161,16 +165,24 @@ class Run:
         self._done = done
         if self._progress is not None:
             self._progress.update(done, values)
-        stop = self.stop.reason()
+        self.clock.step(time.monotonic() - self._since)
+        stop = self._stop_reason()
         saved = last or is_best or stop is not None or done % self.settings.checkpoint.every == 0
         if saved:
             self._checkpoint(done, is_best)
-        if stop is None and (stop := self.stop.reason()) is not None and not saved:
+        if stop is None and (stop := self._stop_reason()) is not None and not saved:
             self._checkpoint(done, False)
         self._since = time.monotonic()
         if stop is not None and not last:
             self.stopped = stop
+            since = self.stop.since if self.stop.since is not None else self._since
+            log.info("asked to stop (%s): %.1f s later all is saved", stop, time.monotonic() - since)
         return last or stop is not None
+
+    def _stop_reason(self) -> str | None:
+        if reason := self.clock.reason():
+            self.stop.request(reason, again=True)
+        return self.stop.reason()
 
     def where(self) -> str:
         """One line for somebody whose run has ended early: the log, and what the same command does next."""
@@ -224,6 +236,9 @@ class Run:
         if is_best:
             self.store.mark_best(done)
         self._save_seconds = time.monotonic() - start
+        if self.clock.saved(self._save_seconds):
+            text, enough = self.clock.report()
+            log.log(logging.INFO if enough else logging.WARNING, text)
 
 
 @contextmanager
@@ -307,6 +322,8 @@ def _start_attempt(run: Run, stack: ExitStack) -> None:
         log.info("%d lines of metrics after step %d moved to %s", moved, run.start_step, run.logs / "superseded.jsonl")
     run.store.clean()
     stack.enter_context(run.stop)
+    os.environ[STOP_FILE_VARIABLE] = str((folder / "STOP").resolve())  # for workers that are signalled
+    stack.callback(os.environ.pop, STOP_FILE_VARIABLE, None)
     config = settings.model_dump(mode="json")
     run._tracker = Tracker(folder, settings.tracking, settings.name, settings.job, config, wandb_id)
     stack.push(lambda kind, error, trace: _close(run, kind is not None))
