@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,30 @@ def test_interrupted_generation_leaves_nothing_behind(
     assert len(after[0].rollouts) == GROUP.n
     stats = engine.llm.collective_rpc("latent_stats")[0]
     assert stats["waiting"] == 0 and stats["live"] <= GROUP.n
+
+
+def test_siblings_compute_their_prompt_once(
+    engine: VllmEngine, asked: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a step encodes one picture only: vLLM would admit siblings early and compute each prompt G times."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    pictures, block = asked[:3], 32
+    monkeypatch.setattr(scheduler, "max_num_encoder_input_tokens", 20)
+    scheduled, schedule = [], scheduler.schedule
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        out = schedule(*args, **kwargs)
+        scheduled.append(out.total_num_scheduled_tokens)
+        return out
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    engine.reset_caches()
+    groups = engine.generate(pictures, GROUP, range(3))
+    lengths = [engine.builder.length(e) for e in pictures]
+    prompts = sum(n + (GROUP.n - 1) * (n - (n - 1) // block * block) for n in lengths)
+    decoded = sum(len(r.tokens) - 1 for g in groups for r in g.rollouts)
+    assert min(lengths) > block
+    assert sum(scheduled) == prompts + decoded
 
 
 def test_several_images_in_one_prompt(engine: VllmEngine, reference: HfEngine, asked: list[Example]) -> None:
