@@ -36,9 +36,17 @@ def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False
 
 
 @app.command()
-def rl(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def rl(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    debug: Annotated[
+        str, typer.Option(help="`rollout-only` keeps rollouts and trains nothing; `replay` trains on kept ones.")
+    ] = "",
+) -> None:
     """Stage 2: GRPO on text, evidence on latents."""
-    run_job(config, overrides or [], dry_run=dry_run, expected_job="realvr.rl")
+    chosen = [f"debug={debug}"] if debug else []
+    run_job(config, [*(overrides or []), *chosen], dry_run=dry_run, expected_job="realvr.rl")
 
 
 @app.command()

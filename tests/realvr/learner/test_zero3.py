@@ -8,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch.checkpoints import CheckpointStore
 from launch.cluster import open_cluster
-from launch.config import ClusterSettings
+from launch.config import ClusterSettings, dump_config
 from launch.engine import lr_at
 from realvr.config import RLSettings
 from realvr.data.prompts import PromptBuilder
 from realvr.data.sources import open_source
 from realvr.learner.batching import build_micro_batch, local_counts, prepare_group
+from realvr.learner.export import export_checkpoint
 from realvr.learner.group import Learners
 from realvr.learner.step import LearnerModule, StepSettings
 from realvr.objectives.grpo import GlobalCounts
@@ -114,6 +116,12 @@ def distance(a: dict, b: dict) -> float:
     return math.sqrt(sum(float((a[n].double() - b[n].double()).square().sum()) for n in a))
 
 
+def write(folder: Path, settings: RLSettings, learners: Learners) -> dict:
+    """A checkpoint as a run writes it."""
+    (folder / "config.yaml").write_text(dump_config(settings))
+    return learners.save(folder)
+
+
 def test_two_ranks_equal_one_plain_process(tiny_demo, tmp_path):
     settings = settings_of(tiny_demo)
     scored = scored_groups(settings)
@@ -123,6 +131,11 @@ def test_two_ranks_equal_one_plain_process(tiny_demo, tmp_path):
         learners = Learners(cluster, settings, tmp_path)
         metrics = [learners.step(step, scored)[0] for step in range(STEPS)]
         found = load_file(learners.weights().path)
+        saved = CheckpointStore(tmp_path / "checkpoints").save(STEPS, lambda folder: write(folder, settings, learners))
+    export_checkpoint(saved.path, tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in found.items())
+    assert "latent tokens" in (tmp_path / "model" / "README.md").read_text()
     assert found.keys() == after.keys()
     assert distance(found, after) / distance(before, after) < 1e-3
     assert [m["learner/grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-4)
