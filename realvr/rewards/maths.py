@@ -165,13 +165,25 @@ def equal(gold: str, answer: str) -> tuple[bool, str]:
     if given == wanted:
         return True, ""
     with memory_limit(MEMORY):
-        parsed = [
-            parse(
-                f"${x}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
-            )
-            for x in (wanted, given)
-        ]
-        if not parsed[1]:
+        parsed = [read(x) for x in (wanted, *statements(given))]
+        if not all(parsed[1:]):
             return False, f"{given!r} does not parse"
-        same = verify(*parsed, timeout_seconds=None)
+        same = all(verify(parsed[0], x, timeout_seconds=None) for x in parsed[1:])
     return same, "" if same else "not equal"
+
+
+def read(latex: str) -> list:
+    """math-verify's reading of one expression; empty if there is none."""
+    return parse(
+        f"${latex}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
+    )
+
+
+def statements(latex: str) -> list[str]:
+    """The sides of an equation between numbers (2+3=5), each of which must hold: math-verify reads only the last one.
+
+    Anything else, x=5 too, is one statement.
+    """
+    sides = latex.split("=")
+    variables = re.search(r"[A-Za-z]", re.sub(r"\\[a-zA-Z]+", " ", sides[0]))
+    return [latex] if len(sides) < 2 or variables or not all(side.strip() for side in sides) else sides

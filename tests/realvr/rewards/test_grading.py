@@ -47,6 +47,38 @@ def test_full_width_and_superscripts():
     assert equal_maths("1.5", "1½", 5.0)[0]
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("5 m", "5 cm", False), ("5", "5 cm", True), ("12 cm", "12 cm^2", False), ("60°", "60 degrees", True),
+        ("1 1/2", "1", False), ("3/2", "1 1/2", True), ("1.5", "1\\frac{1}{2}", True), ("3", "1 2", False),
+        ("13", "12=13", False), ("5", "2+3=5", True), ("5", "x=5", True), ("13", "12 or 13", False),
+        ("13", "12, 13", False), ("5", "5!", False), ("120", "5!", True), ("on", "no", False), ("yes", "Yes.", True),
+        ("3", "I have 3 apples", False), ("1000", "1e3", True), ("x^2", "x²", True), ("2\\sqrt{2}", "√8", True),
+        ("\\pi", "π", True), ("7", "7/", False), ("[1,2]", "(1,2)", False), ("1,2", "2,1", True),
+    ],
+)  # fmt: skip
+def test_maths_is_neither_fooled_nor_pedantic(gold, answer, same):
+    assert grade(f"<answer>{answer}</answer>", gold, "math").correct is same
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is (C).", "C"), ("The correct option is **C**, because", "C"), ("Answer:\nD", "D"),
+        ("答案是B。", "B"),
+        ("The answer is A. No wait, the answer is B.", "B"), ("The answer is D, A blue cube is left of it.", "D"),
+        ("<|lvr_start|><|lvr|><|lvr_end|>\nB<|im_end|>", "B"), ("<answer>A</answer> no: <answer>B</answer>", "B"),
+        ("\\boxed{\\mathbf{(B)}}", "B"), ("B. Vitamin C", "B"), ("(b) red", "B"),
+        ("The answer is A or B.", None), ("The answer is A/B", None), ("The answer is A blue cube", None),
+        ("The answer is not B", None), ("Is the answer B?", None), ("A. red B. blue", None), ("A) or B)", None),
+        ("A, B", None), ("ABCD", None), ("<answer>B", None), ("", None), ("I think so", None),
+    ],
+)  # fmt: skip
+def test_letters_are_read_not_guessed(text, letter):
+    assert extract(text, "choice", "eval").text == letter
+
+
 def test_maths_that_never_ends_costs_a_verdict_not_the_run():
     same, reason = equal_maths("1", "10^{10^{10^{10}}}", 1.0)
     assert same is False and reason
