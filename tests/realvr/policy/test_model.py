@@ -137,3 +137,16 @@ def test_rounded_rotary_frequencies_are_refused(tiny_qwen25: Path) -> None:
     policy.root.bfloat16()
     with pytest.raises(ValueError, match="inv_freq"):
         policy.root.run(torch.zeros(1, 1, 128), torch.zeros(3, 1, 1), KVView(Plan((0,), 1, ()), [()] * 3))
+
+
+def test_tied_embeddings_are_one_parameter(tiny_qwen25: Path, tmp_path: Path) -> None:
+    """As in the small checkpoints: the head's weight is the embeddings', saved and trained once."""
+    from safetensors.torch import save_file
+
+    path = broken(tiny_qwen25, tmp_path / "tied", lambda c: c.update(tie_word_embeddings=True))
+    kept = {n: t for n, t in saved(path).items() if n != "lm_head.weight"}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    policy = load_policy(settings(path))
+    assert policy.root.lm_head.weight is policy.root.language_model.embed_tokens.weight
+    ours = dict(policy.checkpoint_tensors(policy.root.named_parameters())) | dict(policy.tower_tensors())
+    assert ours.keys() == kept.keys()
