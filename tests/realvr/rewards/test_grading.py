@@ -32,6 +32,13 @@ def test_a_verdict_says_what_was_read_and_why_not():
         grade("<answer>x</answer>", "x", kind="number")
 
 
+@pytest.mark.parametrize("text", ["{0}{0}", "{0}<answer>", "</answer>{0}", "<answer>{0}", "{0} {0}</answer>"])
+def test_reward_mode_reads_exactly_one_block(text):
+    whole = text.format("<answer>red</answer>")
+    assert block(whole) is None and not grade(whole, "red").correct
+    assert grade("so: <answer>red</answer> indeed", "red").correct
+
+
 def test_an_empty_gold_is_matched_by_nothing():
     assert not grade("<answer>.</answer>", "").correct
 
