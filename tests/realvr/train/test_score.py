@@ -42,7 +42,8 @@ def test_rewards_weights_and_advantages(scorer):
 
 def test_wrong_answers_are_distinct_readable_and_of_the_whole_group(scorer):
     texts = [
-        "<answer>Blue</answer>", "<answer>blue </answer>", "<answer>RED</answer>", "<answer>green</answer>", "<answer>GREEN</answer>",
+        "<answer>Blue</answer>", "<answer>blue </answer>", "<answer>RED</answer>", "<answer>green</answer>",
+        "<answer>GREEN</answer>",
         "<answer>up</answer><answer>left</answer>", "yellow", "<answer> </answer>", "<answer>the red</answer>",
     ]  # fmt: skip
     (scored,) = scorer([group(*texts)])
