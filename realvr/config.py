@@ -184,6 +184,9 @@ class RLSettings(JobSettings):
     learner: LearnerSettings = LearnerSettings()
     groups_per_micro_batch: int = Field(default=1, ge=1)
     """Groups in one forward of a rank, B."""
+    max_idle_steps: int = Field(default=0, ge=0)
+    """Steps in a row that may have no gradient at all (all rewards alike in every group, no evidence) before the run
+    ends; a small batch that has been learnt has such steps."""
     validation: ValidationSettings = ValidationSettings()
     debug: Literal["none", "rollout-only", "replay"] = "none"
     """`rollout-only` writes rollouts and trains nothing; `replay` trains on the rollouts that a former run wrote."""

@@ -64,6 +64,7 @@ class LearnerWorker:
             self.policy.family.moe_leaves,
         )
         self.bank = PrototypeBank(settings.evidence.bank)
+        self.idle = 0  # steps in a row without any gradient
         self.trainer: Any = None
 
     def step(self, scored: Sequence[ScoredGroup], samples: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -82,7 +83,7 @@ class LearnerWorker:
                 weights |= {id(g): w for g, w in zip(chosen, self.module.weights_BK.tolist(), strict=True)}
         done = self.engine.step()
         metrics = self._metrics(statistics.combine(found))
-        metrics |= {"learner/grad_norm": done.grad_norm, "learner/lr": done.lr}
+        metrics |= {"learner/grad_norm": done.grad_norm, "learner/lr": done.lr, "learner/idle": float(self.idle > 0)}
         rows = []
         if samples and dist.get_rank() == 0:
             shown = groups[:SAMPLES]
@@ -113,11 +114,13 @@ class LearnerWorker:
 
     def save(self, folder: str) -> None:
         """Shards, optimizer, random states and the bank of every rank."""
-        self.engine.save(Path(folder) / "learner", {"bank": self.bank.state_dict()})
+        self.engine.save(Path(folder) / "learner", {"bank": self.bank.state_dict(), "idle": self.idle})
 
     def load(self, folder: str) -> None:
         """Continue from `save`."""
-        self.bank.load_state_dict(self.engine.load(Path(folder) / "learner")["bank"])
+        state = self.engine.load(Path(folder) / "learner")
+        self.bank.load_state_dict(state["bank"])
+        self.idle = state["idle"]
 
     def _prepare(self, scored: Sequence[ScoredGroup]) -> list[LearnerGroup]:
         full = [replace(s, group=_with_latents(s.group)) for s in scored]
@@ -149,17 +152,19 @@ class LearnerWorker:
                 start += count
 
     def _global_counts(self, groups: Sequence[LearnerGroup]) -> tuple[GlobalCounts, int]:
-        """Normalisers over all ranks. UserError when the whole batch has no gradient term."""
+        """Normalisers over all ranks. UserError when too many batches in a row have no gradient term."""
         local = local_counts(groups)
         moving = sum(bool(g.scored.advantages.any()) for g in groups)
         sums = torch.tensor([local["completions"], local["tokens"], local["evidence_rows"], moving], device=self.device)
         dist.all_reduce(sums)
         completions, tokens, evidence_rows, moving = sums.tolist()
-        if not moving and not (self.settings.evidence.weight and evidence_rows):
+        learning = moving or (self.settings.evidence.weight and evidence_rows)
+        self.idle = 0 if learning else self.idle + 1
+        if self.idle > self.settings.max_idle_steps:
             raise UserError(
-                f"this step would train on nothing: {completions} completions, alike in reward inside each group, "
-                "and no row for the evidence loss; raise rollout.temperature, mix the data's difficulty, or set "
-                "evidence.weight"
+                f"step {self.idle} in a row that trains on nothing: {completions} completions, alike in reward inside "
+                "each group, and no row for the evidence loss; the data is too easy or too hard: mix its difficulty, "
+                "raise rollout.temperature, set evidence.weight, or allow it by max_idle_steps"
             )
         return GlobalCounts(completions, tokens, self.settings.rollout.max_new_tokens), evidence_rows
 

@@ -1,6 +1,7 @@
 """Two ZeRO-3 ranks in Ray actors against one plain process: the same groups, three optimizer steps, one result."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from launch.checkpoints import CheckpointStore
 from launch.cluster import open_cluster
 from launch.config import ClusterSettings, dump_config
 from launch.engine import lr_at
+from launch.errors import UserError
 from realvr.config import RLSettings
 from realvr.data.prompts import PromptBuilder
 from realvr.data.sources import open_source
@@ -116,6 +118,12 @@ def distance(a: dict, b: dict) -> float:
     return math.sqrt(sum(float((a[n].double() - b[n].double()).square().sum()) for n in a))
 
 
+def without_gradient(scored: ScoredGroup) -> ScoredGroup:
+    """The same without an image to ground in and without an advantage."""
+    example = replace(scored.group.example, images=(), boxes=())
+    return replace(scored, group=replace(scored.group, example=example), advantages=np.zeros(3, np.float32))
+
+
 def write(folder: Path, settings: RLSettings, learners: Learners) -> dict:
     """A checkpoint as a run writes it."""
     (folder / "config.yaml").write_text(dump_config(settings))
@@ -132,6 +140,8 @@ def test_two_ranks_equal_one_plain_process(tiny_demo, tmp_path):
         metrics = [learners.step(step, scored)[0] for step in range(STEPS)]
         found = load_file(learners.weights().path)
         saved = CheckpointStore(tmp_path / "checkpoints").save(STEPS, lambda folder: write(folder, settings, learners))
+        with pytest.raises(UserError, match="trains on nothing"):
+            learners.step(STEPS, [without_gradient(s) for s in scored])
     export_checkpoint(saved.path, tmp_path / "model")
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in found.items())
