@@ -89,6 +89,22 @@ def init_tiny(
     run_command(command)
 
 
+@app.command("add-tokens")
+def add_latent_tokens(
+    source: Annotated[str, typer.Argument(help="Checkpoint folder or hub id (Qwen/Qwen2.5-VL-7B-Instruct).")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+) -> None:
+    """Give a pretrained checkpoint the three latent tokens: the start of stage 1."""
+
+    def command() -> None:
+        from realvr.families.add_tokens import add_tokens
+
+        ids = add_tokens(source, folder)
+        typer.echo(f"{folder}: latent tokens have ids {ids}; next: realvr sft … model.path={folder}")
+
+    run_command(command)
+
+
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="Run folder (best or latest checkpoint) or a checkpoint folder.")],
