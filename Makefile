@@ -16,10 +16,12 @@ install: $(READY) ## create .venv and install everything (CPU)
 
 $(READY): requirements/cpu.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else "error: Python %d.%d found, 3.11 wanted: make PYTHON=/path/to/python3.11" % v)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "installing into $(VENV): $$(grep -c == requirements/cpu.txt) packages, about 4 GB, two to four minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade pip setuptools wheel
+	@$(BIN)/python -m pip install -qq --no-deps --requirement requirements/cpu.txt
+	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -c 'import torch' || { echo "error: torch does not import: point pip at PyTorch'\''s CPU wheels (PIP_EXTRA_INDEX_URL), then make clean install"; exit 1; }
 	@touch $(READY)
 
 demo: $(READY)   ## the whole ReaLVR job on two CPU cores, report in runs/demo/report.html (DATA=shapes|digits)
