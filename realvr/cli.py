@@ -58,7 +58,9 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
 @app.command()
 def demo(
     data: Annotated[str, typer.Option(help="World of the demo: shapes or digits.")] = "shapes",
-    folder: Annotated[Path, typer.Option(help="Where its runs and report.html go.")] = Path("runs/demo"),
+    folder: Annotated[
+        Path | None, typer.Option(help="Where its runs and report.html go; runs/demo, or runs/demo-digits.")
+    ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="A few steps of everything: proves the installation.")] = False,
 ) -> None:
     """The whole job on this machine: tiny base → stage 1 → GRPO and ReaLVR → evaluation → report.html."""
@@ -66,7 +68,7 @@ def demo(
     def command() -> None:
         from realvr.demo import run_demo
 
-        run_demo(data, folder, smoke)
+        run_demo(data, folder or Path("runs/demo" if data == "shapes" else f"runs/demo-{data}"), smoke)
 
     run_command(command)
 
