@@ -1,6 +1,5 @@
-"""`launch`: run a job, list jobs and fields, look at a run, verify a checkpoint."""
+"""`launch`: run a job here or on a cluster, look at a run, stop it, go on with it."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ app = typer.Typer(
 )
 
 Config = Annotated[Path, typer.Argument(help="YAML file of the run.")]
+RunFolder = Annotated[Path, typer.Argument(help="runs/<name>")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Values to change: a.b=VALUE …")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and sizes; start nothing.")]
 
@@ -52,10 +52,68 @@ def fields(
 
 
 @app.command()
-def status(run_folder: Annotated[Path, typer.Argument(help="runs/<name>")]) -> None:
+def status(run_folder: RunFolder) -> None:
     """Say where a run stands."""
+    from launch.control import describe_run
+
     for name, text in describe_run(run_folder).items():
         typer.echo(f"{name + ':':14}{text}")
+
+
+@app.command()
+def stop(
+    run_folder: RunFolder,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it has ended; 0 does not wait.")] = 0,
+) -> None:
+    """Ask a run to save after the step it is in and to end; jobs of it that wait in a queue are cancelled."""
+    from launch.control import stop_run
+
+    typer.echo(stop_run(run_folder, wait))
+
+
+@app.command()
+def resume(
+    run_folder: RunFolder,
+    overrides: Overrides = None,
+    here: Annotated[bool, typer.Option("--here", help="In this process, even if SLURM ran it.")] = False,
+) -> None:
+    """Go on with a run from its last checkpoint: its batch script again, or in this process."""
+    from launch.control import resume_command
+    from launch.slurm import submit_script
+
+    how, arguments = resume_command(run_folder, overrides or (), here)
+    if how == "sbatch":
+        typer.echo(f"submitted job {submit_script(Path(arguments[0]))}")
+    else:
+        run_job(arguments[0], arguments[1:])
+
+
+@app.command()
+def sync(run_folder: RunFolder) -> None:
+    """Upload to W&B what a run logged offline (from a node with network)."""
+    from launch.control import sync_wandb
+
+    sync_wandb(run_folder)
+
+
+@app.command()
+def slurm(
+    config: Config,
+    overrides: Overrides = None,
+    profile: Annotated[str, typer.Option(help="Name in slurm/profiles, or path of a YAML file.")] = "generic",
+    change: Annotated[list[str] | None, typer.Option("--set", help="A profile's field: account=m1234.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes; default: what the job's ranks fill.")] = None,
+    chain: Annotated[int, typer.Option(min=1, help="Submit so many jobs, each after the other.")] = 1,
+    preflight: Annotated[bool, typer.Option("--preflight", help="Check the nodes instead of running the job.")] = False,
+    salloc: Annotated[bool, typer.Option("--salloc", help="Run at this terminal, in an allocation.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
+) -> None:
+    """Write the batch script of a run and submit it."""
+    from launch.slurm import submit
+
+    how = {"nodes": nodes, "dry_run": dry_run, "chain": chain, "preflight": preflight, "salloc": salloc}
+    for job in submit(config, overrides or (), profile, change or (), **how):
+        typer.echo(f"submitted job {job}")
 
 
 @app.command()
@@ -167,43 +225,6 @@ def show_fields(rows: Sequence[Any], prefix: str = "") -> None:
     Console().print(table)
 
 
-def describe_run(folder: Path) -> dict[str, str]:
-    """Where a run stands: status, step, checkpoints, log, and what to do next.
-
-    Raises:
-        UserError: the folder holds no run.
-    """
-    from launch.checkpoints import CheckpointStore
-    from launch.run_folder import owner, read_record
-
-    record = read_record(folder)
-    if not record:
-        raise UserError(f"{folder}: is no run folder, it has no run.json")
-    store = CheckpointStore(folder / "checkpoints")
-    last, best, at_work = store.latest(), store.best(), owner(folder)
-    state = record["status"]
-    if at_work:
-        state = f"running ({at_work})"
-    elif state == "running":
-        state = "dead: its driver ended without a word (killed?)"
-    step = _last_step(folder / "metrics.jsonl")
-    total = f" of {record['total_steps']}" if record.get("total_steps") else ""
-    shown = {
-        "job": record["job"],
-        "status": state,
-        "steps": f"{step}{total}",
-        "attempts": str(record["attempts"]),
-        "checkpoint": f"step {last.step}: {last.path}" if last else "none",
-        "log": str(folder / "logs" / f"attempt-{record['attempts']:03d}" / "driver.log"),
-        "wandb id": record["wandb_id"],
-    }
-    if best:
-        shown["best"] = f"step {best.step}: {best.path}"
-    if not at_work and state != "finished":
-        shown["next"] = f"the command that started it goes on from step {last.step if last else 0}"
-    return shown
-
-
 def _dry_run(settings: "JobSettings", job: "Job", total: int | None) -> None:
     """The resolved configuration as YAML, what it occupies as comments: the output is a configuration file again."""
     from launch.checkpoints import CheckpointStore
@@ -228,22 +249,6 @@ def _last_words(settings: "JobSettings", job: "Job", run: "Run") -> str:
     after = job.next(settings, run) if job.next is not None else f"`launch status {run.folder}` shows it"
     steps = f" after {run.done} steps" if run.total_steps is not None else ""
     return f"run '{settings.name}' ended{steps}{best}: {run.folder}; {after}"
-
-
-def _last_step(metrics: Path) -> int:
-    import json
-
-    if not metrics.is_file() or metrics.stat().st_size == 0:
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - (1 << 16)), os.SEEK_SET)
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    for line in reversed(lines):
-        try:
-            return json.loads(line)["step"]
-        except (ValueError, KeyError):  # being written, or cut off by the seek
-            continue
-    return 0
 
 
 def _plain(text: str) -> Any:

@@ -68,16 +68,8 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def _birth(pid: int) -> str | None:
-    """When a process started (clock ticks), which tells it from a later one of the same id; None if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _reap(mark: str, grace_s: float) -> None:
+def reap(mark: str, grace_s: float) -> None:
+    """End the processes that carry the mark: by themselves within `grace_s`, then by SIGKILL."""
     start_s = time.monotonic()
     while (pids := marked(mark)) and time.monotonic() - start_s < LIMIT_S:
         if time.monotonic() - start_s > grace_s:
@@ -87,6 +79,15 @@ def _reap(mark: str, grace_s: float) -> None:
                 except ProcessLookupError:
                     continue
         time.sleep(POLL_S / 2)
+
+
+def _birth(pid: int) -> str | None:
+    """When a process started (clock ticks), which tells it from a later one of the same id; None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def main(parent: int, mark: str, grace_s: float, folder: str, detach: str) -> None:
@@ -100,7 +101,7 @@ def main(parent: int, mark: str, grace_s: float, folder: str, detach: str) -> No
         signal.signal(number, signal.SIG_IGN)  # SLURM signals every process of a step; the parent decides
     while not now.wait(POLL_S) and birth is not None and _birth(parent) == birth:
         continue
-    _reap(mark, grace_s)
+    reap(mark, grace_s)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
