@@ -112,9 +112,10 @@ def test_warned_requeued_resumed_finished(tmp_path, slurm):
     assert {path.name.rpartition("-")[2] for path in (site.run / "wandb").glob("offline-run-*")} == {wandb_id}
     assert len(list((site.run / "wandb").glob("offline-run-*"))) == 2
     assert {path.name for path in (site.run / "slurm").glob(f"{job}.*")} == {f"{job}.0", f"{job}.1"}
-    token = (site.run / "slurm" / f"{job}.0" / "token").read_text()
-    assert len(token) == 64
-    assert token not in said
+    token = site.run / "slurm" / f"{job}.0" / "token"
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o77 == 0
+    assert token.read_text() not in said
     site.until("clean nodes", lambda: nothing_left(site), 30)
 
 
