@@ -34,10 +34,8 @@ from realvr.rollout.records import Group, ScoredGroup
 from realvr.rollout.weights_file import write_weights
 
 SAMPLES = 4  # groups in a table of samples, from rank 0
-GROUPS_OF_METRICS = {
-    "grpo/": ("clip_fraction", "tis_capped", "kl", "entropy", "logprob_gap", "logprob_gap_max", "loss", "loss_tokens"),
-    "rollout/": ("latent_drift", "latent_drift_abs_max"),
-}
+OF_GRPO = {"clip_fraction", "tis_capped", "kl", "entropy", "logprob_gap", "logprob_gap_max", "grpo_loss", "loss_tokens"}
+OF_ROLLOUT = {"latent_drift", "latent_drift_abs_max"}
 
 
 class LearnerWorker:
@@ -249,9 +247,7 @@ def _shared(positive: torch.Tensor) -> torch.Tensor:
 
 
 def _metric_name(name: str) -> str:
-    plain = name.removesuffix("_sum").removeprefix("grpo_").removeprefix("evidence_")
-    if name.startswith("grpo_") or plain in GROUPS_OF_METRICS["grpo/"]:
-        return f"grpo/{plain}"
-    if plain in GROUPS_OF_METRICS["rollout/"]:
-        return f"rollout/{plain}"
-    return f"evidence/{plain}"
+    """A statistic of the step under its stage: everything that is not GRPO's or the rollout's is the evidence's."""
+    plain = name.removesuffix("_sum")
+    stage = "grpo" if plain in OF_GRPO else "rollout" if plain in OF_ROLLOUT else "evidence"
+    return f"{stage}/{plain.removeprefix(f'{stage}_')}"
