@@ -117,6 +117,34 @@ def slurm(
 
 
 @app.command()
+def ray(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of the run.")] = None,
+    overrides: Overrides = None,
+    address: Annotated[str, typer.Option(help="The cluster's dashboard.")] = "http://127.0.0.1:8265",
+    python: Annotated[str, typer.Option(help="Interpreter on the cluster.")] = "python3",
+    workdir: Annotated[str | None, typer.Option(help="Folder there for relative paths; default: this one.")] = None,
+    stop_wait: Annotated[int, typer.Option(help="Seconds that a stop leaves for a step and a save.")] = 600,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit and return.")] = False,
+    follow: Annotated[str | None, typer.Option(help="Follow this job instead of submitting one.")] = None,
+    stop: Annotated[str | None, typer.Option(help="Ask this job to save and end.")] = None,
+) -> None:
+    """Submit a run to a Ray cluster, follow its log, end with its exit status."""
+    from launch.ray_jobs import follow_job, stop_job, submit_job
+
+    if stop:
+        typer.echo(stop_job(address, stop, stop_wait))
+        return
+    if config is None and not follow:
+        raise UserError("launch ray wants a CONFIG, or --follow or --stop with the id of a job")
+    if config is not None:
+        more = {"python": python, "workdir": workdir, "stop_wait_s": stop_wait}
+        follow = submit_job(config, overrides or (), address, **more)
+        typer.echo(f"submitted job {follow}")
+    if not detach:
+        sys.exit(follow_job(address, follow))
+
+
+@app.command()
 def verify(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder for its latest one.")],
 ) -> None:
