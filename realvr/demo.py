@@ -45,6 +45,11 @@ class Demo:
     folder: Path
     smoke: bool
 
+    def config(self, stage: str) -> Path:
+        """The stage's configuration, or the world's own where it has one."""
+        own = CONFIGS / f"{stage}_{self.world}.yaml"
+        return own if own.exists() else CONFIGS / f"{stage}.yaml"
+
     def overrides(self, stage: str) -> list[str]:
         """World, run folder and (for a smoke) sizes of a stage: `base`, `sft`, `rl` or `evaluate`."""
         kinds = {"evaluate": ("data", "twins")}.get(stage, ("data.train", "data.validation"))
@@ -84,7 +89,7 @@ def _job(command: str, demo: Demo, name: str, overrides: Sequence[str]) -> None:
     if (demo.model(name) / "config.json").exists():
         say(f"{name}: done already ({demo.model(name)})")
         return
-    _realvr(command, str(CONFIGS / f"{command}.yaml"), f"name={name}", *demo.overrides(command), *overrides)
+    _realvr(command, str(demo.config(command)), f"name={name}", *demo.overrides(command), *overrides)
     if not (demo.model(name) / "config.json").exists():
         _realvr("export", str(demo.folder / name), str(demo.model(name)))
 
