@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checkpoints import CheckpointStore
 from launch.config import load_config
 from launch.console import say
 from launch.errors import UserError
@@ -91,7 +92,9 @@ def _job(command: str, demo: Demo, name: str, overrides: Sequence[str]) -> None:
         return
     _realvr(command, str(demo.config(command)), f"name={name}", *demo.overrides(command), *overrides)
     if not (demo.model(name) / "config.json").exists():
-        _realvr("export", str(demo.folder / name), str(demo.model(name)))
+        # The last checkpoint, not the best by validation: the arms are compared after equally many steps.
+        last = CheckpointStore(demo.folder / name / "checkpoints").latest()
+        _realvr("export", str(last.path), str(demo.model(name)))
 
 
 def _realvr(*arguments: str) -> None:
