@@ -117,6 +117,21 @@ def slurm(
 
 
 @app.command()
+def preflight(
+    config: Config,
+    overrides: Overrides = None,
+    profile: Annotated[str | None, typer.Option(help="Profile to compare the nodes with.")] = None,
+) -> None:
+    """Check every node of the cluster before a run: one table, and what to do about what is wrong."""
+    from launch.config import load_config
+    from launch.preflight import preflight as look
+    from launch.preflight import show
+    from launch.slurm import load_profile
+
+    sys.exit(show(look(load_config(config, overrides or ()), load_profile(profile) if profile else None)))
+
+
+@app.command()
 def ray(
     config: Annotated[Path | None, typer.Argument(help="YAML file of the run.")] = None,
     overrides: Overrides = None,

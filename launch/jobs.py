@@ -32,6 +32,8 @@ class Job:
     """`footprint(settings)`: what it occupies (learner ranks, rollout workers, cpus, gpus). Needs no torch."""
     total_steps: Callable[[Any], int | None] = lambda settings: getattr(settings, "steps", None)
     """Steps of a run with these settings; None for a job without steps (an evaluation)."""
+    inputs: Callable[[Any], dict[str, str]] = lambda settings: {}
+    """What it reads, name → path, for `launch preflight`; a profile with `stage` copies `model` to each node."""
     next: "Callable[[Any, Run], str] | None" = None
     """One line for the end of a finished run: what to do with it now."""
 

@@ -54,7 +54,20 @@ def _learners_and_fleet(settings: RLSettings) -> dict[str, float]:
     }
 
 
-base = Job("realvr.base", BaseSettings, _run_base, _one_process, lambda s: s.probe.steps + s.steps)
-sft = Job("realvr.sft", SftSettings, _run_sft, _learners_only, lambda s: s.steps + s.extension.max_steps)
-rl = Job("realvr.rl", RLSettings, _run_rl, _learners_and_fleet)
-evaluate = Job("realvr.evaluate", EvaluateSettings, _run_evaluate, _one_process)
+def _inputs(settings: Any) -> dict[str, str]:
+    """Model and data files, by the name of their field."""
+    found = {"model": settings.model.path}
+    sources = {"data": settings.data} if hasattr(settings.data, "kind") else dict(settings.data)
+    for name, source in sources.items():
+        for field in ("path", "image_root"):
+            if value := getattr(source, field, None):
+                found[f"{name}.{field}"] = value
+    return found
+
+
+base = Job("realvr.base", BaseSettings, _run_base, _one_process, lambda s: s.probe.steps + s.steps, inputs=_inputs)
+sft = Job(
+    "realvr.sft", SftSettings, _run_sft, _learners_only, lambda s: s.steps + s.extension.max_steps, inputs=_inputs
+)
+rl = Job("realvr.rl", RLSettings, _run_rl, _learners_and_fleet, inputs=_inputs)
+evaluate = Job("realvr.evaluate", EvaluateSettings, _run_evaluate, _one_process, inputs=_inputs)

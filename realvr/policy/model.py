@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from launch.errors import UserError
+from launch.staging import staged
 from realvr.config import LoraSettings, ModelSettings
 from realvr.families import family_of
 from realvr.families.base import Family, VisualFeatures
@@ -178,7 +179,7 @@ def _load(model: ModelSettings) -> nn.Module:
     disable_progress_bar()
     try:
         whole, report = AutoModelForImageTextToText.from_pretrained(
-            model.path, dtype=getattr(torch, model.dtype), attn_implementation="sdpa", output_loading_info=True
+            staged(model.path), dtype=getattr(torch, model.dtype), attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import UserError
+from launch.staging import staged
 from realvr.config import ModelSettings, RolloutSettings
 from realvr.families import read_config
 from realvr.rollout.latent_core import Grammar
@@ -49,7 +50,7 @@ def engine_args(
     config = read_config(model.path)
     positions = config.get("text_config", config).get("max_position_embeddings", MAX_MODEL_LEN)
     args: dict[str, Any] = {
-        "model": model.path,
+        "model": staged(model.path),
         "dtype": model.dtype,
         "seed": seed % 2**31,
         "tensor_parallel_size": rollout.tensor_parallel,

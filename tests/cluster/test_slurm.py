@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -156,3 +157,14 @@ def test_a_node_whose_ray_dies_ends_the_allocation(tmp_path, slurm):
     assert "error: n2: Ray's raylet is gone; its logs: " in site.said(job)
     assert (site.run / "slurm" / f"{job}.0" / "ray-logs-n2" / "raylet.out").is_file()
     site.until("clean nodes", lambda: nothing_left(site), 30)
+
+
+def test_preflight_looks_at_both_nodes(tmp_path, slurm):
+    site = Site(tmp_path, slurm)
+    job = site.submit("--preflight")
+    site.until("the end", lambda: site.state(job) in ("COMPLETED", "FAILED"))
+    said = site.said(job)
+    assert "seen both ways (all 2 nodes)" in said, said
+    assert re.search(r"all-reduce across nodes +ok +[\d.]+ GB/s bus bandwidth, 4 ranks", said)
+    assert site.state(job) == "COMPLETED"
+    assert not (site.run / "run.json").exists()
