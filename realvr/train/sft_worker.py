@@ -39,7 +39,8 @@ class SftModule(torch.nn.Module):
     def forward(self, batch: LessonBatch | FreeBatch) -> Any:
         s = self.settings
         if isinstance(batch, FreeBatch):
-            return free_run(self.root, self.family, batch, self.tokens, s.latent, self.bans, s.max_new_tokens)
+            run = free_run(self.root, self.family, batch, self.tokens, s.latent, self.bans, s.max_new_tokens)
+            return run.latents_BKd, run.right_B, run.swapped_B, run.tokens_BN  # ZeRO-3's hooks look into tuples only
         return lesson_loss(self.root, self.family, batch, s.mse_weight, s.model.gradient_checkpointing)
 
 
@@ -95,11 +96,15 @@ class SftWorker:
         found = []
         for part in list(parts) + [parts[-1]] * (self._most(len(parts)) - len(parts)):
             lessons = self._lessons(part)
-            run = self.engine(self._free_batch(lessons))
+            run = self.free_run(lessons)
             if len(found) < len(parts):
                 found.append(self._judge(lessons, run))
         sums = {name: value.to(self.device) for name, value in statistics.combine(found).items()}
         return {f"validation/{name}": value for name, value in statistics.values(statistics.all_reduce(sums)).items()}
+
+    def free_run(self, lessons: Sequence[Lesson]) -> FreeRun:
+        """One batch of prompts on the model's own latents."""
+        return FreeRun(*self.engine(self._free_batch(lessons)))
 
     def save(self, folder: str) -> None:
         """Shards, optimizer and random states of every rank."""

@@ -195,7 +195,7 @@ def test_free_running_equals_the_reference_engine(tiny_demo: Path, close: str):
     groups = engine.generate(source, Sampling(n=1, temperature=0.0, max_new_tokens=12), [0] * 5)
     with _alone():
         worker = SftWorker(wanted)
-        run = worker.engine(worker._free_batch(worker._lessons(source)))
+        run = worker.free_run(worker._lessons(source))
     for group, row, latents in zip(groups, run.tokens_BN.tolist(), run.latents_BKd, strict=True):
         rollout = group.rollouts[0]
         assert row[: len(rollout.tokens)] == rollout.tokens.tolist()
