@@ -49,9 +49,12 @@ def preflight(settings: JobSettings, profile: Profile | None) -> list[Finding]:
         profile: what to compare with; None compares nodes with each other only.
 
     Raises:
-        UserError: the cluster cannot be joined, or a node does not answer.
+        UserError: the cluster cannot be joined, or a node does not answer; Ray is not installed here.
     """
-    import ray
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise UserError("preflight needs Ray: on a login node use `launch slurm CONFIG --preflight`") from error
 
     job = get_job(settings.job)
     folder = (Path(settings.runs_dir) / settings.name).absolute()

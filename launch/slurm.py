@@ -4,6 +4,7 @@ The script is plain bash that a person can read, edit and submit again; it lies 
 resolved configuration, so that a queued job does not change when a file in the repository does.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -231,6 +232,11 @@ def submit(
     if dry_run:
         print(text, end="")
         return []
+    if profile.container is None and profile.python is None and importlib.util.find_spec("ray") is None:
+        raise UserError(
+            f"{sys.executable} has no Ray (a light install) and the nodes would use it: --set python=/path/to/python "
+            "with a full install, or --set container='apptainer exec … image.sif'"
+        )
     folder = (Path(settings.runs_dir) / settings.name).absolute() / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / ("preflight.sh" if preflight else "job.sh")

@@ -1,5 +1,7 @@
 """Worker groups: lockstep calls, errors, deaths, hangs, restarts."""
 
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -54,6 +56,19 @@ def test_large_arguments_may_be_object_references(speakers):
     import ray
 
     assert speakers.call("say", ray.put("shared")) == ["hello 0 shared", "hello 1 shared"]
+
+
+def test_a_rank_that_is_warned_asks_for_the_whole_run(cluster, tmp_path):
+    file = tmp_path / "STOP"
+    env = {"LAUNCH_STOP_FILE": str(file)}
+    group = WorkerGroup(cluster, Speaker, 1, cpus=0.45, env=env, deadline_s=60, name="warned", distributed=False)
+    pid = group.call("pid")[0]
+    os.kill(pid, signal.SIGUSR1)
+    assert group.call("pid") == [pid]
+    group.kill()
+    reason, then = file.read_text().splitlines()
+    assert reason.startswith(f"SIGUSR1 at process {pid} on ")
+    assert then == "again"
 
 
 def test_ranks_have_the_environment_of_torch_distributed(speakers):

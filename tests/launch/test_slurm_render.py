@@ -1,5 +1,6 @@
 """Batch scripts without SLURM: what they ask for, what they refuse, and that the plain ones are up to date."""
 
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -130,3 +131,7 @@ def test_submitting_without_an_account_or_without_slurm(here, monkeypatch, capsy
     with pytest.raises(UserError, match="sbatch is not installed here: submit from a login node"):
         submit(Path("t.yaml"), [], "generic")
     assert "job: toy.train" in Path("runs/a/toy/slurm/config.yaml").read_text()
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: find(name, *more) if name != "ray" else None)
+    with pytest.raises(UserError, match=r"has no Ray \(a light install\).*--set python=/path/to/python"):
+        submit(Path("t.yaml"), [], "generic")
