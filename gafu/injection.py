@@ -187,7 +187,10 @@ class Lookup:
 
 
 def add_lora(adapter: Adapter, settings: LoraSettings) -> list[nn.Parameter]:
-    """Put peft's adapters (dropout 0, float32 where they train) on the understanding path; its trained parameters."""
+    """Put peft's adapters (dropout 0) on the understanding path; its trained parameters.
+
+    They are float32 at least, also on a bfloat16 backbone, which would round small updates away.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = list(adapter.lora_targets())
@@ -196,6 +199,7 @@ def add_lora(adapter: Adapter, settings: LoraSettings) -> list[nn.Parameter]:
     inject_adapter_in_model(config, model)
     trained = [p for name, p in model.named_parameters() if "lora_" in name]
     for parameter in trained:
+        parameter.data = parameter.data.to(torch.promote_types(torch.float32, parameter.dtype))
         parameter.requires_grad_(True)
     return trained
 

@@ -99,6 +99,7 @@ class AdapterSuite:
             for i, row in enumerate(ROWS):
                 alone = adapter.build_batch([row])
                 u = seen[0][i : i + 1] if row.image else seen[0][:0]
+                assert torch.equal(padded.positions[i][padded.mask[i]], alone.positions[0])
                 torch.testing.assert_close(logits[at == i], adapter(alone, u, keep=alone.answers), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(whole[batch.answers], adapter(batch, seen[0], keep=batch.answers))
 

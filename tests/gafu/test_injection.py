@@ -239,6 +239,27 @@ def test_lora_off_is_the_original(tiny_janus, u):
     assert not torch.allclose(adapter(batch, u), plain) and all(p.requires_grad for p in trained)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "concat"])
+def test_bfloat16_with_checkpointing(tiny_janus, kind):
+    """A bfloat16 backbone beside a float32 trained part."""
+    adapter = _load(tiny_janus, "bfloat16")
+    injection = _injection(adapter, awake=False, kind=kind)
+    batch = adapter.build_batch(ROWS, injection.extra_slots)
+    u = adapter.understanding_tokens(adapter.preprocess(pictures(2)).understanding)
+    tokens = _random(2, 6, 64).requires_grad_()
+    if kind != "concat":
+        assert torch.equal(adapter(batch, u, injection.bind(adapter, batch, tokens)), adapter(batch, u))
+    lora = add_lora(adapter, LoraSettings(r=2, alpha=2))
+    assert {p.dtype for p in lora} == {torch.float32} and u.dtype == torch.bfloat16
+    injection = _injection(adapter, kind=kind)
+    adapter.checkpoint_layers(True)
+    adapter.train()
+    logits = adapter(batch, u, injection.bind(adapter, batch, tokens), keep=batch.answers)
+    answer_ce(logits, *batch.targets, 3).sum().backward()
+    assert logits.dtype == torch.bfloat16 and tokens.grad.abs().max() > 0 and tokens.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in lora) and any(p.grad.abs().max() > 0 for p in lora)
+
+
 def test_a_step_in_parts_has_the_gradient_of_the_whole_objective(tiny_janus):
     """5·CE + DPO + λ·KL over three branches with a masked U, in one autograd call and in parts."""
     adapter = _load(tiny_janus).double()
