@@ -145,6 +145,8 @@ def _number(name: str, value: Any) -> float | int:
 def _start_wandb(
     folder: Path, settings: TrackingSettings, name: str, job: str, config: dict[str, Any], wandb_id: str
 ) -> "wandb.Run":
+    # A background service of another process would be joined, and may hold this run's id since a kill.
+    os.environ.pop("WANDB_SERVICE", None)
     try:
         import wandb
     except ModuleNotFoundError as error:

@@ -116,6 +116,8 @@ def test_a_long_scratch_path_gives_way(tmp_path):
 
 
 def test_a_head_comes_up_is_counted_and_goes(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS"):  # of the cluster that other tests of this process have open
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "canary").write_text("x")
     (tmp_path / "token").write_text("ab" * 32)
     attempt = f"{os.getpid()}.0"

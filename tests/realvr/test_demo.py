@@ -13,7 +13,7 @@ def demo(folder: Path) -> str:
     command = [sys.executable, "-m", "realvr.cli", "demo", "--smoke", "--folder", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_smoke(tmp_path):
