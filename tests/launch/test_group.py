@@ -61,7 +61,7 @@ def test_large_arguments_may_be_object_references(speakers):
 def test_a_rank_that_is_warned_asks_for_the_whole_run(cluster, tmp_path):
     file = tmp_path / "STOP"
     env = {"LAUNCH_STOP_FILE": str(file)}
-    group = WorkerGroup(cluster, Speaker, 1, cpus=0.45, env=env, deadline_s=60, name="warned", distributed=False)
+    group = WorkerGroup(cluster, Speaker, 1, cpus=0, env=env, deadline_s=60, name="warned", distributed=False)
     pid = group.call("pid")[0]
     os.kill(pid, signal.SIGUSR1)
     assert group.call("pid") == [pid]
