@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def run_rl(settings: RLSettings, run: Run) -> None:
     """Train until `run` says that it is over (job `realvr.rl`)."""
     data = RLData.open(settings)
-    _check_metric(settings)
+    _check(settings)
     judge = Scorer(DEFAULT_REWARDS, settings.grpo, workers=1)
     with Scorer(settings.rewards, settings.grpo) as score, judge, machinery(settings, run, data) as (fleet, learners):
         run.configure(
@@ -159,7 +159,14 @@ def validate(fleet: Fleet, data: RLData, judge: Scorer) -> dict[str, float]:
     return {name: metrics[source] for name, source in VALIDATED.items()}
 
 
-def _check_metric(settings: RLSettings) -> None:
+def _check(settings: RLSettings) -> None:
+    """What no single field shows to be wrong."""
+    longest, k = settings.rollout.max_new_tokens, settings.latent.k
+    if longest < k + 3:
+        raise UserError(
+            f"rollout.max_new_tokens is {longest}: a span of latent.k {k} takes {k + 2} tokens and leaves no room for an "
+            f"answer; raise it to {k + 16} or more"
+        )
     name = settings.validation.metric
     if name not in VALIDATED:
         raise UserError(f"validation.metric is {name!r}, which is not measured; {did_you_mean(name, VALIDATED)}")

@@ -68,6 +68,7 @@ def jsonl(folder: Path, **record) -> dict:
         ("validation.metric=validation/acuracy", ["validation/acuracy", "validation/accuracy"]),
         ("rewards=[{function: realvr.rewards.rewards.acuracy}]", ["acuracy"]),
         ("rewards=[{function: nowhere.f}]", ["nowhere.f", "local"]),
+        ("rollout.max_new_tokens=9", ["max_new_tokens", "latent.k 8"]),
         ("learner.ranks=1000", ["too few CPUs", "500.5", "learner.ranks"]),
     ],
 )
