@@ -164,8 +164,8 @@ def _check(settings: RLSettings) -> None:
     longest, k = settings.rollout.max_new_tokens, settings.latent.k
     if longest < k + 3:
         raise UserError(
-            f"rollout.max_new_tokens is {longest}: a span of latent.k {k} takes {k + 2} tokens and leaves no room for an "
-            f"answer; raise it to {k + 16} or more"
+            f"rollout.max_new_tokens is {longest}: a span of latent.k {k} takes {k + 2} tokens, so no answer has room; "
+            f"raise it to {k + 16} or more"
         )
     name = settings.validation.metric
     if name not in VALIDATED:
