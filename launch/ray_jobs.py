@@ -26,6 +26,7 @@ CONFIG_VARIABLE = "LAUNCH_CONFIG"
 FOLDER_VARIABLE = "LAUNCH_WORKDIR"
 STOPPED = 143  # as a shell reports SIGTERM
 POLL_S = 1.0
+AGENT_S = 120.0  # for a young cluster to be ready for jobs
 
 
 def submit_job(
@@ -57,12 +58,29 @@ def submit_job(
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),
     }
     commit = code_commit(Path(__file__).parent) or {}
-    return client.submit_job(
+    return _once_there_is_an_agent(
+        client,
         entrypoint=f"exec {shlex.quote(python)} -m launch.ray_jobs",
         submission_id=f"{re.sub(r'[^A-Za-z0-9_.-]', '-', settings.name)}-{stamp}",
         runtime_env={"env_vars": variables},
         metadata={"run": settings.name, "job": settings.job, "commit": str(commit.get("commit"))},
     )
+
+
+def _once_there_is_an_agent(client: "JobSubmissionClient", **job: Any) -> str:
+    """Submit; a cluster that has just started answers before the agent that would take the job is up."""
+    end = time.monotonic() + AGENT_S
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if "No available agent" not in str(error):
+                raise
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the cluster has taken no job for {AGENT_S:g} s ({error}); look at its logs"
+                ) from error
+            time.sleep(POLL_S)
 
 
 def follow_job(address: str, job: str) -> int:

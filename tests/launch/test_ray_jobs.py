@@ -25,7 +25,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray_jobs")
     (folder / "token").write_text("ab" * 32)
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
-    environment = os.environ | auth | {"PYTHONPATH": counting.install(folder / "site"), "OMP_NUM_THREADS": "1"}
+    own = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_TOKEN", "RAY_ADDRESS")}  # of another test's Ray
+    environment = own | auth | {"PYTHONPATH": counting.install(folder / "site"), "OMP_NUM_THREADS": "1"}
     (folder / "c.yaml").write_text("job: counting\nname: a/count\nsteps: 3\nranks: 1\ncheckpoint: {every: 100}\n")
     return folder, environment
 
@@ -59,6 +60,7 @@ def submit(place, *arguments, **more):
     return ray(place, "c.yaml", "--python", sys.executable, *arguments, **more)
 
 
+@pytest.mark.slow
 def test_submitted_followed_finished(place, cluster):
     done = submit(place, WANDB_API_KEY="0123secret", NCCL_DEBUG="WARN")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -120,6 +122,7 @@ def test_the_exit_status_is_the_jobs_own(place, cluster):
     assert "/no/such/folder: cannot be entered on the cluster" in nowhere.stdout
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(place, cluster):
     (place[0] / "other").write_text("cd" * 32)
     wrong = submit(place, RAY_AUTH_TOKEN_PATH=str(place[0] / "other"))
