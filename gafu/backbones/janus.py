@@ -9,6 +9,7 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import adaptive_avg_pool2d, normalize
 from transformers import JanusConfig, JanusForConditionalGeneration, JanusProcessor
+from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT
 from transformers.models.llama.modeling_llama import rotate_half
 
 from gafu.backbones.base import Adapter, Batch, Geometry, Grid, Pixels, Row
@@ -171,6 +172,8 @@ class JanusAdapter(Adapter):
         image = [{"type": "image"}] if row.image else []
         message = {"role": "user", "content": [*image, {"type": "text", "text": row.question}]}
         text = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        if processor.use_default_system_prompt:  # the processor's own call puts it there, the template does not
+            text = DEFAULT_SYSTEM_PROMPT + text
         block = processor.image_start_token + processor.image_token * slots + processor.image_end_token
         text = text.replace(processor.image_token, block)
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)

@@ -30,12 +30,14 @@ class TestJanus(AdapterSuite):
         ).logits
         torch.testing.assert_close(adapter(batch, seen[0])[batch.mask], native[batch.mask])
 
-    def test_prompts_are_those_of_the_processor(self, adapter):
+    @pytest.mark.parametrize("system", [False, True])
+    def test_prompts_are_those_of_the_processor(self, adapter, monkeypatch, system):
+        monkeypatch.setattr(adapter.processor, "use_default_system_prompt", system)
         content = [{"type": "image"}, {"type": "text", "text": "where is the bar"}]
         text = adapter.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        native = adapter.processor(text=text, images=pictures(1), add_special_tokens=False)
+        native = adapter.processor(text=[text], images=pictures(1), add_special_tokens=False)
         batch = adapter.build_batch([Row("where is the bar")])
         assert batch.ids.tolist() == native["input_ids"].tolist()
         torch.testing.assert_close(native["pixel_values"], adapter.preprocess(pictures(1)).understanding)
