@@ -58,7 +58,7 @@ class Site:
         while not ready():
             logs = [*(self.run / "slurm").glob("*.out"), *(self.run / "slurm").glob("*/*.log")]
             said = "\n".join(path.read_text()[-3000:] for path in logs)
-            assert time.monotonic() < end, f"{what} took more than {seconds} s\n{said}"
+            assert time.monotonic() < end, f"{what} took more than {seconds} s\n{said}\n{left(self)}"
             time.sleep(1)
 
     def steps(self) -> int:
@@ -75,15 +75,16 @@ class Site:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def nothing_left(site: Site) -> bool:
-    """No process of the attempts is left."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
+def left(site: Site) -> list[str]:
+    """Processes of the attempts that are still there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if str(site.run).encode() in path.read_bytes():
-                return False
-        except OSError:
+            if str(site.run).encode() in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+        except OSError:  # ended meanwhile
             continue
-    return True
+    return found
 
 
 def test_warned_requeued_resumed_finished(tmp_path, slurm):
@@ -117,7 +118,7 @@ def test_warned_requeued_resumed_finished(tmp_path, slurm):
     assert len(token.read_text()) == 64
     assert token.stat().st_mode & 0o77 == 0
     assert token.read_text() not in said
-    site.until("clean nodes", lambda: nothing_left(site), 30)
+    site.until("clean nodes", lambda: not left(site), 60)
 
 
 def test_a_chain_goes_on_where_requeue_is_refused_and_stop_ends_it(tmp_path, slurm):
@@ -142,6 +143,20 @@ def test_a_chain_goes_on_where_requeue_is_refused_and_stop_ends_it(tmp_path, slu
     )
 
 
+def test_jobs_queued_at_once_run_one_after_the_other_until_the_run_is_finished(tmp_path, slurm):
+    site = Site(tmp_path, slurm, requeue="chain")
+    site.submit("--chain", "3", "steps=14", "limits.wall_clock_s=18", "limits.save_before_s=4")
+    jobs = [json.loads(line)["job"] for line in (site.run / "slurm" / "jobs.jsonl").read_text().splitlines()]
+    assert len(jobs) == 3
+    site.until("the end", lambda: all(site.state(job) in ("FAILED", "COMPLETED", "CANCELLED") for job in jobs), 400)
+    # The first runs out of time (status 75), the second finishes the run and cancels the third.
+    assert [site.state(job) for job in jobs] == ["FAILED", "COMPLETED", "CANCELLED"], site.said(jobs[0])
+    assert "(the time limit: " in site.said(jobs[0])
+    record = read_record(site.run)
+    assert (record["status"], record["attempts"]) == ("finished", 2)
+    assert [line["step"] for line in site.metrics()] == list(range(1, 15))
+
+
 def test_a_node_whose_ray_dies_ends_the_allocation(tmp_path, slurm):
     site = Site(tmp_path, slurm)
     job = site.submit()
@@ -156,7 +171,7 @@ def test_a_node_whose_ray_dies_ends_the_allocation(tmp_path, slurm):
     site.until("the end", lambda: site.state(job) == "FAILED", 120)
     assert "error: n2: Ray's raylet is gone; its logs: " in site.said(job)
     assert (site.run / "slurm" / f"{job}.0" / "ray-logs-n2" / "raylet.out").is_file()
-    site.until("clean nodes", lambda: nothing_left(site), 30)
+    site.until("clean nodes", lambda: not left(site), 60)
 
 
 def test_preflight_looks_at_both_nodes(tmp_path, slurm):
