@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from launch.config import JobSettings, LearnerSettings, OptimizerSettings, Settings
 
@@ -41,20 +41,44 @@ class LatentSettings(Settings):
 
 
 class SourceSettings(Settings):
-    kind: Literal["shapes", "digits", "visual_cot", "jsonl"]
-    """Reader: generated scenes, handwritten digits in scenes, Visual-CoT files, plain JSON lines."""
+    kind: Literal["shapes", "digits", "visual_cot", "virl39k", "meta", "jsonl", "table", "mixture"]
+    """Reader: generated scenes, handwritten digits in scenes; Visual-CoT's files, ViRL39K's parquet, a meta file of
+    conversations (LVR, ReaLVR); plain JSON lines; any JSONL, parquet, CSV, TSV or hub set by `fields`; a mixture."""
     path: str | None = None
-    """File of the reader (visual_cot, jsonl)."""
+    """File of the reader; also a folder of files or a pattern (`part-*.parquet`)."""
+    hub: str | None = None
+    """Hub id in place of a path (table, virl39k)."""
+    fields: dict[str, str | tuple[str, ...]] = {}
+    """Which column is what, for example {question: problem, options: [A, B, C, D]}; only names that differ."""
     image_root: str | None = None
     """Folder that image paths are relative to; None means the file's own folder."""
     box_space: Literal["normalised", "pixel", "thousand", "square"] | None = None
-    """Space of the boxes in a jsonl file; it must be declared where there are boxes."""
+    """Space of the boxes in a user's own file; it must be declared where there are boxes."""
     size: int = Field(default=4096, ge=1)
     """Number of examples of a generated set."""
     seed: int = 0
-    """Seed of a generated set: sets with different seeds share no scene."""
+    """Seed of a generated set (sets with different seeds share no scene) and of a mixture's order."""
+    sources: tuple[dict[str, Any], ...] = ()
+    """Parts of a mixture: sources like this one, each with a `weight` (its share, default 1)."""
     options: dict[str, Any] = {}
     """Further options of the reader."""
+
+    @model_validator(mode="after")
+    def _parts(self) -> "SourceSettings":
+        if (self.kind == "mixture") != bool(self.sources):
+            raise ValueError("`sources` and `kind: mixture` go together: list the parts of a mixture under `sources`")
+        self.parts()
+        return self
+
+    def parts(self) -> list[tuple[float, "SourceSettings"]]:
+        """(weight, source) of a mixture's parts."""
+        found = []
+        for entry in self.sources:
+            weight = entry.get("weight", 1.0)
+            if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
+                raise ValueError(f"a part's weight is {weight!r}; it should be a positive number")
+            found.append((float(weight), SourceSettings(**{k: v for k, v in entry.items() if k != "weight"})))
+        return found
 
 
 class DataSettings(Settings):

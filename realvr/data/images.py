@@ -3,11 +3,13 @@
 import logging
 import math
 import re
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
 from launch.errors import UserError
+from realvr.data import embedded
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ _TURNS = {
 
 
 def load_image(ref: str, record: str = "") -> Image.Image:
-    """RGB picture of a path or a `shapes:…` / `digits:…` recipe, upright, transparency on white, first frame.
+    """RGB picture of a path, a recipe (`shapes:…`, `digits:…`) or a picture inside a table (`table:…`): upright,
+    transparency on white, first frame.
 
     Raises UserError naming file and record when it is missing, empty, cut short, not a picture, or a decompression
     bomb (checked before decoding).
@@ -107,13 +110,9 @@ def _nearest_grid(width: float, height: float, min_tokens: int, max_tokens: int)
 
 
 def _open(ref: str, record: str) -> Image.Image:
-    path = Path(ref)
-    if not path.is_file():
-        raise _unreadable(ref, record, "no such file", "check the path and image_root")
-    if path.stat().st_size == 0:
-        raise _unreadable(ref, record, "the file is empty")
+    source = _source(ref, record)
     try:
-        image = Image.open(path)
+        image = Image.open(source)
     except Image.DecompressionBombError as error:
         raise _bomb(ref, record, _COUNT.findall(str(error))[0]) from error
     except UnidentifiedImageError as error:
@@ -125,6 +124,20 @@ def _open(ref: str, record: str) -> Image.Image:
         image.close()
         raise _bomb(ref, record, str(pixels))
     return image
+
+
+def _source(ref: str, record: str) -> Path | BytesIO:
+    if ref.startswith(embedded.PREFIX):
+        content = embedded.read(ref)
+        if not content:
+            raise _unreadable(ref, record, "it has no bytes")
+        return BytesIO(content)
+    path = Path(ref)
+    if not path.is_file():
+        raise _unreadable(ref, record, "no such file", "check the path and image_root")
+    if path.stat().st_size == 0:
+        raise _unreadable(ref, record, "the file is empty")
+    return path
 
 
 def _orientation(image: Image.Image, ref: str) -> int:

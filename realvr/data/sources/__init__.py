@@ -10,12 +10,22 @@ from realvr.data.twins import Twin
 
 Source = Sequence[Example]
 
-_READERS = {"visual_cot": "VisualCot", "jsonl": "Jsonl"}
+_READERS = {
+    "visual_cot": "VisualCot",
+    "jsonl": "Jsonl",
+    "table": "Table",
+    "virl39k": "ViRL39K",
+    "meta": "Meta",
+}
 _GENERATED = {"shapes": "Shapes", "digits": "Digits"}
 
 
 def open_source(settings: SourceSettings, max_bad_records: int = 0) -> Source:
     """The data set that the settings name. Bad files raise UserError; bad records only beyond `max_bad_records`."""
+    if settings.kind == "mixture":
+        from realvr.data.mixture import Mixture
+
+        return Mixture(settings, max_bad_records)
     module = import_module(f"realvr.data.sources.{settings.kind}")
     if settings.kind in _GENERATED:
         return getattr(module, _GENERATED[settings.kind])(settings)

@@ -9,46 +9,40 @@ Training rows: question, answer, image, pixel `bboxs`, sizes; `image_root` is th
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from launch.config import Settings
 from launch.errors import UserError
 from realvr.config import SourceSettings
-from realvr.data.boxes import checked
 from realvr.data.examples import Box, Example
-from realvr.data.sources.jsonl import TAG, Records, image_root, read_options
-from realvr.data.sources.rows import BadRecords, Row, read_rows, refuse_twice, resolve, stated_size, text_field
+from realvr.data.sources.build import TAG, four_numbers
+from realvr.data.sources.records import Reader, ReaderOptions, image_root, read_options
+from realvr.data.sources.rows import BadRecords, Chain, JsonRows, Row, read_json, resolve, stated_size, text_field
 
 _REQUEST = re.compile(r"\s*Please provide the bounding box coordinates?\b[^.?!]*[.?!]?\s*$", re.IGNORECASE)
 
 
-class VisualCotOptions(Settings):
+class VisualCotOptions(ReaderOptions):
     """`options` of the visual_cot reader."""
 
     answers: str | None = None
     """Conversation file with the answers to detection rows; None looks for `../benchmark/NAME.json`."""
+    ids: Literal["question_id", "position"] = "question_id"
+    """What an id is made of; `position` where a file repeats its question ids."""
+    folders: dict[str, str] = {}
+    """Picture folder of each data set below `image_root`, for training rows, which give bare file names."""
+    prefixes: dict[str, str] = {}
+    """Beginnings of picture paths to replace, for example `cot/` by the folder that the release unpacks to."""
 
 
-class VisualCot(Records):
-    """The file at `settings.path`, any of the three forms, told apart by its fields."""
+class VisualCot(Reader):
+    """The file (or folder of files) at `settings.path`, any of the three forms, told apart by its fields."""
 
     def __init__(self, settings: SourceSettings, max_bad_records: int = 0):
-        self.settings, self.options = settings, read_options(VisualCotOptions, settings)
-        super().__init__([], BadRecords(max_bad_records))
         self.root, self._answers = image_root(settings), None
-        seen: dict[str, str] = {}
-        for row in read_rows(settings.path, self.bad):
-            try:
-                example = self._example(row)
-                refuse_twice(seen, example.id, row)
-            except UserError as error:
-                self.bad.add(error)
-            else:
-                self.examples.append(example)
-        if not self.examples:
-            raise UserError(f"{settings.path}: no usable record; see the messages above")
+        options = read_options(VisualCotOptions, settings)
+        super().__init__(read_json(settings.path), settings, options, BadRecords(max_bad_records))
 
-    def _example(self, row: Row) -> Example:
+    def draft(self, row: Row) -> Example:
         if "conversations" in row.data:
             return self._conversation(row)
         if "expression" in row.data:
@@ -85,18 +79,23 @@ class VisualCot(Records):
     def _build(self, row: Row, images: list[Any], question: str, answer: str, boxes: tuple[Box, ...]) -> Example:
         if not question or not answer:
             raise UserError(f"{row.where}: an empty {'answer' if question else 'question'}; mend or drop the record")
-        size, clamped, inside = stated_size(row), 0, []
-        source = str(row.data.get("dataset") or Path(self.settings.path or "").stem)
-        for box in boxes:
-            moved = False
-            if size and box.image == 0:
-                box, moved = checked(box, *size, row.where)
-            inside.append(box)
-            clamped += moved
-        number = row.data.get("question_id", row.number)
-        meta: dict[str, Any] = ({"size": size} if size else {}) | ({"clamped": clamped} if clamped else {})
-        references = tuple(resolve(image, self.root, row) for image in images)
-        return Example(f"{source}-{number}", references, question, answer, tuple(inside), source, meta=meta)
+        size = stated_size(row)
+        dataset = str(row.data.get("dataset") or Path(self.settings.path or "").stem)
+        number = row.data.get("question_id", row.number) if self.options.ids == "question_id" else row.number
+        if self.options.ids == "position" and isinstance(self.rows, Chain):
+            number = f"{Path(row.where).stem}-{number}"
+        references = tuple(resolve(self._place(image, dataset), self.root, row) for image in images)
+        meta = {"size": size} if size else {}
+        return Example(f"{dataset}-{number}", references, question, answer, boxes, dataset, meta=meta)
+
+    def _place(self, image: Any, dataset: str) -> Any:
+        if not isinstance(image, str):
+            return image
+        for old, new in self.options.prefixes.items():
+            if image.startswith(old):
+                return new + image.removeprefix(old)
+        folder = self.options.folders.get(dataset)
+        return f"{folder}/{image}" if folder else image
 
     def _answer_file(self) -> Path:
         path = Path(self.settings.path or "")
@@ -114,7 +113,7 @@ class VisualCot(Records):
                     f"{self.settings.path}: detection rows have no answers and {file} is missing; "
                     f"set options.answers to the conversation file of the same questions"
                 )
-            rows = read_rows(str(file), BadRecords())
+            rows = JsonRows(str(file))
             self._answers = {str(row.data.get("question_id")): _turns(row)[-1].strip() for row in rows}
         return self._answers
 
@@ -156,7 +155,4 @@ def _split_images(row: Row) -> tuple[list[str], list[tuple[str, Any]]]:
 
 
 def _pixel_box(coords: Any, row: Row) -> Box:
-    numbers = isinstance(coords, list) and len(coords) == 4
-    if not numbers or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in coords):
-        raise UserError(f"{row.where}: box {coords!r} is not four numbers [x0, y0, x1, y1]; mend or drop the record")
-    return Box(tuple(coords), "pixel")
+    return Box(four_numbers(coords, row), "pixel")
