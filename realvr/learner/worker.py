@@ -9,10 +9,9 @@ import ray
 import torch
 import torch.distributed as dist
 
-from launch.engine import TrainEngine, init_distributed
 from launch.errors import UserError
 from realvr.config import RLSettings
-from realvr.data.prompts import Prompt, PromptBuilder
+from realvr.data.prompts import Prompt
 from realvr.families.base import VisualFeatures
 from realvr.learner import statistics
 from realvr.learner.batching import (
@@ -25,6 +24,7 @@ from realvr.learner.batching import (
     plan_micro_batches,
     prepare_group,
 )
+from realvr.learner.rank import engine_of, join
 from realvr.learner.samples import sample_rows
 from realvr.learner.step import LearnerModule, StepSettings
 from realvr.objectives.grpo import GlobalCounts
@@ -42,25 +42,14 @@ class LearnerWorker:
     """Built in a Ray actor by `Learners`; every method is collective: all ranks are called together."""
 
     def __init__(self, settings: RLSettings) -> None:
-        gpu = settings.learner.gpus > 0
-        init_distributed(gpu, settings.learner.threads, settings.cluster.step_deadline_s)
-        self.settings, self.device = settings, torch.device("cuda" if gpu else "cpu")
-        model = settings.model
-        self.builder = PromptBuilder(model.path, model.min_visual_tokens, model.max_visual_tokens)
-        self.policy = load_policy(model, self.device)
+        self.settings = settings
+        self.device, self.builder, self.policy = join(settings)
         self.width = self.policy.root.language_model.config.hidden_size
         reference = None
-        if settings.grpo.beta > 0 and model.lora is None:
-            reference = load_policy(model, self.device).root
+        if settings.grpo.beta > 0 and settings.model.lora is None:
+            reference = load_policy(settings.model, self.device).root
         self.module = LearnerModule(self.policy, StepSettings.of(settings), self.builder.ids, reference)
-        self.engine = TrainEngine(
-            self.module,
-            settings.optimizer,
-            settings.learner,
-            settings.steps,
-            getattr(torch, model.dtype),
-            self.policy.family.moe_leaves,
-        )
+        self.engine = engine_of(self.module, self.policy, settings)
         self.bank = PrototypeBank(settings.evidence.bank)
         self.idle = 0  # steps in a row without any gradient
         self.trainer: Any = None

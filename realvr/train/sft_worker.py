@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.engine import TrainEngine, init_distributed
 from realvr.config import SftSettings
 from realvr.data.examples import Example
 from realvr.data.prompts import Prompt, PromptBuilder
 from realvr.families.base import VisualFeatures
 from realvr.learner import statistics
 from realvr.learner.batching import answer_branch, plan_micro_batches
+from realvr.learner.rank import engine_of, join
 from realvr.objectives.prototypes import per_slot
-from realvr.policy.model import Policy, load_policy
+from realvr.policy.model import Policy
 from realvr.policy.spans import ban_table
 from realvr.policy.tree import AnswerBatch, PromptBatch
 from realvr.rewards.answers import block
@@ -48,21 +48,9 @@ class SftWorker:
     """Every method is collective: all ranks are called together."""
 
     def __init__(self, settings: SftSettings) -> None:
-        gpu = settings.learner.gpus > 0
-        init_distributed(gpu, settings.learner.threads, settings.cluster.step_deadline_s)
-        self.settings, self.device = settings, torch.device("cuda" if gpu else "cpu")
-        model = settings.model
-        self.builder = PromptBuilder(model.path, model.min_visual_tokens, model.max_visual_tokens)
-        torch.manual_seed(settings.seed)  # adapters draw their first weights: the same on every rank
-        self.policy = load_policy(model, self.device)
-        self.engine = TrainEngine(
-            SftModule(self.policy, self.builder, settings),
-            settings.optimizer,
-            settings.learner,
-            settings.steps,
-            getattr(torch, model.dtype),
-            self.policy.family.moe_leaves,
-        )
+        self.settings = settings
+        self.device, self.builder, self.policy = join(settings)
+        self.engine = engine_of(SftModule(self.policy, self.builder, settings), self.policy, settings)
         self._kept: OrderedDict[str, Lesson] = OrderedDict()
         self._kept_bytes = 0
 
